@@ -1,0 +1,275 @@
+//! The one error type, and its eight codes.
+
+use std::borrow::Cow;
+use std::error::Error;
+use std::fmt;
+use std::time::Duration;
+
+/// `Result` with [`LockError`].
+pub type Result<T, E = LockError> = std::result::Result<T, E>;
+
+/// What kind of failure a [`LockError`] is. The names are those of every SyncGuard client.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ErrorCode {
+    /// The server is away, refused the connection, went down, or rolled a conflict back.
+    ServiceUnavailable,
+    /// Wrong credentials, or a right that the role does not have.
+    AuthFailed,
+    /// Something the caller passed or configured is wrong; the same call will fail again.
+    InvalidArgument,
+    /// No connection was free: the pool is exhausted, or the server's `max_connections` is reached.
+    RateLimited,
+    /// An operation's own time ran out.
+    NetworkTimeout,
+    /// Waiting for the key took longer than the timeout, or used up the retries. Only from `lock` and its kin.
+    AcquisitionTimeout,
+    /// The caller's [`CancelToken`](crate::CancelToken) fired, or the client was closed.
+    Aborted,
+    /// Anything else: data that cannot be, a limit that must not be passed.
+    Internal,
+}
+
+impl ErrorCode {
+    /// The code's name, exactly as in every SyncGuard client.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::ServiceUnavailable => "ServiceUnavailable",
+            Self::AuthFailed => "AuthFailed",
+            Self::InvalidArgument => "InvalidArgument",
+            Self::RateLimited => "RateLimited",
+            Self::NetworkTimeout => "NetworkTimeout",
+            Self::AcquisitionTimeout => "AcquisitionTimeout",
+            Self::Aborted => "Aborted",
+            Self::Internal => "Internal",
+        }
+    }
+}
+
+impl fmt::Display for ErrorCode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// A failure: what kind, what failed and what to do, and what may remain held.
+///
+/// Contention is not an error for the single operations; they answer `Locked` or `NotHeld`.
+///
+/// `Display` and `Debug` never show a key, a lock id or a connection string;
+/// [`key`](LockError::key) and [`lock_id`](LockError::lock_id) hand them to a caller who asks.
+/// [`source`](Error::source) keeps the cause.
+pub struct LockError(Box<Inner>);
+
+struct Inner {
+    code: ErrorCode,
+    message: Option<Cow<'static, str>>,
+    key: Option<String>,
+    lock_id: Option<String>,
+    may_be_held_for: Option<Duration>,
+    contention: bool,
+    source: Option<Box<dyn Error + Send + Sync>>,
+}
+
+impl LockError {
+    /// An error whose text is its code's name. For people who write a backend.
+    #[must_use]
+    pub fn new(code: ErrorCode) -> Self {
+        Self(Box::new(Inner {
+            code,
+            message: None,
+            key: None,
+            lock_id: None,
+            may_be_held_for: None,
+            contention: false,
+            source: None,
+        }))
+    }
+
+    /// Says what failed and what to do. Must not contain a key, a lock id or a connection string.
+    #[must_use]
+    pub fn with_message(mut self, message: impl Into<Cow<'static, str>>) -> Self {
+        self.0.message = Some(message.into());
+        self
+    }
+
+    /// Remembers the key for [`LockError::key`]; it is not printed.
+    #[must_use]
+    pub fn with_key(mut self, key: impl Into<String>) -> Self {
+        self.0.key = Some(key.into());
+        self
+    }
+
+    /// Remembers the lock id for [`LockError::lock_id`]; it is not printed.
+    #[must_use]
+    pub fn with_lock_id(mut self, lock_id: impl Into<String>) -> Self {
+        self.0.lock_id = Some(lock_id.into());
+        self
+    }
+
+    /// Keeps the cause.
+    #[must_use]
+    pub fn with_source(mut self, source: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
+        self.0.source = Some(source.into());
+        self
+    }
+
+    /// Marks the outcome as unknown: the change may or may not have been committed, and whatever it
+    /// was may stay in force for at most this long, counted from now.
+    #[must_use]
+    pub fn with_unknown_outcome(mut self, may_be_held_for: Duration) -> Self {
+        self.0.may_be_held_for = Some(may_be_held_for);
+        self
+    }
+
+    /// Marks an error that certainly changed nothing and comes from other sessions' locks, so that
+    /// a waiting `lock` may try again (40001, 40P01, 55P03).
+    #[must_use]
+    pub fn with_contention(mut self) -> Self {
+        self.0.contention = true;
+        self
+    }
+
+    /// What kind of failure this is.
+    #[must_use]
+    pub fn code(&self) -> ErrorCode {
+        self.0.code
+    }
+
+    /// The key of the failed call, where it had one.
+    #[must_use]
+    pub fn key(&self) -> Option<&str> {
+        self.0.key.as_deref()
+    }
+
+    /// The lock id of the failed call: the one passed in, or the one an acquire had chosen.
+    #[must_use]
+    pub fn lock_id(&self) -> Option<&str> {
+        self.0.lock_id.as_deref()
+    }
+
+    /// Whether the outcome is unknown: the server may have carried the change out although no
+    /// answer came. `false` means that certainly nothing was changed.
+    #[must_use]
+    pub fn is_outcome_unknown(&self) -> bool {
+        self.0.may_be_held_for.is_some()
+    }
+
+    /// For an unknown outcome: how long, from the moment of the error, the key may stay held by
+    /// this attempt if nobody releases it.
+    #[must_use]
+    pub fn may_be_held_for(&self) -> Option<Duration> {
+        self.0.may_be_held_for
+    }
+
+    /// Whether this is contention in an error's clothes; see [`LockError::with_contention`].
+    #[must_use]
+    pub fn is_contention(&self) -> bool {
+        self.0.contention
+    }
+
+    /// A wrong argument. The message says which and what to pass instead.
+    pub(crate) fn invalid(message: impl Into<Cow<'static, str>>) -> Self {
+        Self::new(ErrorCode::InvalidArgument).with_message(message)
+    }
+
+    /// The caller's token fired.
+    pub(crate) fn aborted() -> Self {
+        Self::new(ErrorCode::Aborted).with_message("Operation aborted by signal")
+    }
+
+    /// The error and its causes in one line, for a log: still without keys and ids.
+    pub(crate) fn chain(&self) -> impl fmt::Display + '_ {
+        Chain(self)
+    }
+}
+
+impl fmt::Display for LockError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.0.message.as_deref().unwrap_or(self.0.code.as_str()))?;
+        match self.0.may_be_held_for {
+            Some(rest) => write!(
+                f,
+                " (the outcome is unknown: the key may be held for up to {:.1} s from now unless it is released by its lock id)",
+                rest.as_secs_f64()
+            ),
+            None => Ok(()),
+        }
+    }
+}
+
+impl fmt::Debug for LockError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut out = f.debug_struct("LockError");
+        out.field("code", &self.0.code).field("message", &self.to_string());
+        if let Some(source) = &self.0.source {
+            out.field("source", &source.to_string());
+        }
+        out.finish_non_exhaustive()
+    }
+}
+
+impl Error for LockError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        self.0.source.as_deref().map(|source| source as &(dyn Error + 'static))
+    }
+}
+
+struct Chain<'a>(&'a LockError);
+
+impl fmt::Display for Chain<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.0.code(), self.0)?;
+        let mut next = self.0.source();
+        while let Some(cause) = next {
+            write!(f, ": {cause}")?;
+            next = cause.source();
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn without_a_message_the_text_is_the_code() {
+        let codes = [
+            ErrorCode::ServiceUnavailable,
+            ErrorCode::AuthFailed,
+            ErrorCode::InvalidArgument,
+            ErrorCode::RateLimited,
+            ErrorCode::NetworkTimeout,
+            ErrorCode::AcquisitionTimeout,
+            ErrorCode::Aborted,
+            ErrorCode::Internal,
+        ];
+        for code in codes {
+            assert_eq!(LockError::new(code).to_string(), code.as_str());
+        }
+    }
+
+    #[test]
+    fn neither_display_nor_debug_shows_the_key_or_the_lock_id() {
+        let error = LockError::new(ErrorCode::Internal)
+            .with_key("MARKER-key")
+            .with_lock_id("MARKER-id")
+            .with_unknown_outcome(Duration::from_secs(31));
+        for text in [format!("{error}"), format!("{error:?}"), format!("{}", error.chain())] {
+            assert!(!text.contains("MARKER"), "{text}");
+        }
+        assert!(error.to_string().contains("31.0 s"));
+        assert_eq!((error.key(), error.lock_id()), (Some("MARKER-key"), Some("MARKER-id")));
+    }
+
+    #[test]
+    fn it_is_an_ordinary_error() {
+        fn check<T: Error + Send + Sync + 'static>() {}
+        check::<LockError>();
+        let error = LockError::new(ErrorCode::Internal).with_source("cause");
+        assert_eq!(error.source().unwrap().to_string(), "cause");
+        assert_eq!(format!("{}", error.chain()), "Internal: Internal: cause");
+    }
+}

@@ -1,0 +1,22 @@
+//! Locks that hold across threads, processes and machines, on the PostgreSQL you already have.
+
+pub mod backend;
+mod cancel;
+mod error;
+mod model;
+
+pub use backend::{
+    AcquireResult, Acquired, Attempt, Capabilities, ExtendOutcome, ExtendResult, LockBackend, LockInfo,
+    LockInfoDebug, Lookup, LostReason, Reason, ReleaseOutcome, ReleaseResult, RenewOutcome, Renewal,
+    TimeAuthority,
+};
+pub use cancel::CancelToken;
+pub use error::{ErrorCode, LockError, Result};
+pub use model::fence::{FENCE_MAX, FENCE_WARN, Fence};
+pub use model::hash::hash_key;
+pub use model::key::{
+    BACKEND_LIMIT_POSTGRES, MAX_KEY_LENGTH_BYTES, RESERVE_BYTES_POSTGRES, make_fence_key, make_storage_key,
+    normalize_and_validate_key,
+};
+pub use model::lock_id::validate_lock_id;
+pub use model::time::{Clock, MAX_TTL, Moment, TIME_TOLERANCE_MS, is_live};

@@ -1,0 +1,109 @@
+//! Fencing tokens: a number per key that only ever grows.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::error::{ErrorCode, LockError};
+
+/// The last fence that is ever handed out. A counter that has reached it grants nothing more.
+pub const FENCE_MAX: u64 = 900_000_000_000_000;
+
+/// Above this fence every grant is logged as a warning: the key's counter is near its end.
+pub const FENCE_WARN: u64 = 90_000_000_000_000;
+
+/// Number of digits of a fence's text form.
+const DIGITS: usize = 15;
+
+/// The largest number that the text form can hold.
+const LARGEST: u64 = 999_999_999_999_999;
+
+/// A fencing token: of two grants of one key, the later has the greater fence, for ever.
+///
+/// Hand it to the resource that the lock protects and let that resource refuse a smaller one;
+/// inside PostgreSQL, [`LockGuard::fence_transaction`](crate::LockGuard::fence_transaction) does so.
+///
+/// [`Display`](fmt::Display) and [`FromStr`] are the 15 digits that every SyncGuard client uses, so
+/// that fences compare as text just as they compare as numbers.
+///
+/// ```
+/// use syncguard::Fence;
+/// let fence: Fence = "000000000000042".parse()?;
+/// assert_eq!(fence.get(), 42);
+/// assert_eq!(fence.to_string(), "000000000000042");
+/// # Ok::<(), syncguard::LockError>(())
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Fence(u64);
+
+impl Fence {
+    /// The fence as a number.
+    #[must_use]
+    pub const fn get(self) -> u64 {
+        self.0
+    }
+
+    /// A fence from a number that a counter holds; `None` if it has more than 15 digits.
+    #[must_use]
+    pub const fn new(value: u64) -> Option<Self> {
+        if value <= LARGEST { Some(Self(value)) } else { None }
+    }
+}
+
+impl fmt::Display for Fence {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:015}", self.0)
+    }
+}
+
+impl fmt::Debug for Fence {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Fence({self})")
+    }
+}
+
+impl FromStr for Fence {
+    type Err = LockError;
+
+    fn from_str(text: &str) -> Result<Self, LockError> {
+        let digits = text.len() == DIGITS && text.bytes().all(|b| b.is_ascii_digit());
+        digits.then(|| text.parse().ok().and_then(Self::new)).flatten().ok_or_else(|| {
+            LockError::new(ErrorCode::InvalidArgument)
+                .with_message("a fence is exactly 15 decimal digits, for example 000000000000042")
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_form_is_fifteen_digits_and_round_trips() {
+        for n in [0, 1, 42, FENCE_WARN, FENCE_MAX, LARGEST] {
+            let fence = Fence::new(n).unwrap();
+            assert_eq!(fence.to_string().len(), DIGITS);
+            assert_eq!(fence.to_string().parse::<Fence>().unwrap(), fence);
+        }
+        assert_eq!(Fence::new(1).unwrap().to_string(), "000000000000001");
+    }
+
+    #[test]
+    fn any_other_shape_is_refused() {
+        for text in ["", "1", "0000000000000001", "00000000000000a", "+00000000000001", "-00000000000001"] {
+            assert!(text.parse::<Fence>().is_err(), "{text:?}");
+        }
+        assert!(Fence::new(LARGEST + 1).is_none());
+    }
+
+    #[test]
+    fn text_order_is_number_order() {
+        let numbers = [0, 1, 9, 10, 99, 12345, FENCE_WARN, FENCE_MAX];
+        for a in numbers {
+            for b in numbers {
+                let (x, y) = (Fence(a), Fence(b));
+                assert_eq!(x.cmp(&y), a.cmp(&b));
+                assert_eq!(x.to_string().cmp(&y.to_string()), a.cmp(&b));
+            }
+        }
+    }
+}
