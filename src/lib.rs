@@ -4,6 +4,8 @@ pub mod backend;
 mod cancel;
 mod error;
 mod model;
+#[allow(dead_code)]
+mod postgres;
 
 pub use backend::{
     AcquireResult, Acquired, Attempt, Capabilities, ExtendOutcome, ExtendResult, LockBackend, LockInfo,

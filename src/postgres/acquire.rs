@@ -1,0 +1,342 @@
+//! Acquire: look, lock what seems free, read the clock, decide, write.
+//!
+//! Two forms of one decision. With a token the transaction takes two messages, so that the token
+//! can be checked between the read and the write, and [`decide`] decides. Without one, the same
+//! transaction travels as one message, an implicit block that commits at its end and rolls back by
+//! itself on an error (<https://www.postgresql.org/docs/current/protocol-flow.html#PROTOCOL-FLOW-MULTI-STATEMENT>),
+//! and the statement decides by the same rule.
+//!
+//! # When the answer to a commit is lost
+//!
+//! 1. The lock id was chosen before the first byte was sent, and acquire is idempotent by it: a row
+//!    that carries the id answers with its stored fence and expiry.
+//! 2. So a lost answer is asked for again by the same acquire, on another connection, under the same
+//!    locks, in a transaction that writes: a reader would not wait for the standby.
+//! 3. The old server process is ended first where it can be told for certain, so that its message
+//!    cannot arrive after the answer.
+//! 4. If time runs out, the error says that the outcome is unknown, and for how long.
+
+use std::time::{Duration, Instant};
+
+use crate::backend::{AcquireResult, Acquired};
+use crate::cancel::CancelToken;
+use crate::error::{ErrorCode, LockError, Result};
+use crate::model::fence::{FENCE_MAX, FENCE_WARN, Fence};
+use crate::model::hash::hash_key;
+use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
+use crate::model::lock_id::LockId;
+use crate::model::time::{TIME_TOLERANCE_MS, Ttl, is_live};
+use crate::postgres::error::Trouble;
+use crate::postgres::session::{Answers, Session, int, malformed, required, text};
+use crate::postgres::statement::{Arg, Message};
+use crate::postgres::{Fault, Located, PostgresBackend};
+
+/// One acquire, with everything chosen.
+pub(crate) struct Acquire<'a> {
+    key: &'a Key,
+    storage_key: String,
+    fence_key: String,
+    lock_id: &'a LockId,
+    ttl: Ttl,
+}
+
+/// What one round of the protocol found.
+#[derive(Debug, PartialEq, Eq)]
+enum Round {
+    Granted {
+        expires_at_ms: i64,
+        fence: Fence,
+    },
+    Locked,
+    /// The row carries our id already; only two messages can confirm it.
+    Mine,
+}
+
+impl<'a> Acquire<'a> {
+    pub(crate) fn new(key: &'a Key, lock_id: &'a LockId, ttl: Ttl) -> Result<Self> {
+        let (storage_key, fence_key) = key.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?;
+        Ok(Self { key, storage_key, fence_key, lock_id, ttl })
+    }
+
+    pub(crate) fn run(
+        &self,
+        backend: &PostgresBackend,
+        end: Instant,
+        cancel: &CancelToken,
+    ) -> Result<AcquireResult> {
+        let first = backend.run(end, cancel, |session, at| {
+            if cancel.is_never() { self.one_message(session, at) } else { self.two_messages(session, at) }
+        });
+        let round = match first {
+            Ok(Round::Mine) => backend.run(end, cancel, |session, at| self.two_messages(session, at)),
+            other => other,
+        };
+        match round {
+            Ok(round) => self.answer(&round),
+            Err(Fault::Error(error)) => Err(self.label(error)),
+            Err(doubt @ Fault::Doubt { .. }) => self.resolve(backend, doubt, end, cancel),
+        }
+    }
+
+    /// Asks again after a lost answer, until there is one or the time is over.
+    fn resolve(
+        &self,
+        backend: &PostgresBackend,
+        mut doubt: Fault,
+        end: Instant,
+        cancel: &CancelToken,
+    ) -> Result<AcquireResult> {
+        let mut pause = Duration::from_millis(10);
+        loop {
+            let Fault::Doubt { error, process } = doubt else { return Err(self.unknown(doubt.into_error())) };
+            if Instant::now() + pause >= end || cancel.is_cancelled() {
+                let error = if cancel.is_cancelled() { LockError::aborted() } else { error };
+                return Err(self.unknown(error));
+            }
+            if let Some(process) = &process {
+                backend.end_process(process, self.lock_id.as_str(), end);
+            }
+            match backend.run(end, cancel, |session, at| self.two_messages(session, at)) {
+                Ok(round) => return self.answer(&round),
+                Err(Fault::Error(later)) => {
+                    // Nothing was decided by this try; the first one stays in doubt.
+                    doubt = Fault::Doubt { error: later, process };
+                }
+                Err(again) => doubt = again,
+            }
+            let _ = cancel.wait_timeout(pause);
+            pause = (pause * 2).min(Duration::from_millis(250));
+        }
+    }
+
+    fn answer(&self, round: &Round) -> Result<AcquireResult> {
+        match *round {
+            Round::Granted { expires_at_ms, fence } => {
+                warn_of_fence(fence, self.key);
+                Ok(AcquireResult::Acquired(Acquired {
+                    lock_id: self.lock_id.as_str().to_owned(),
+                    fence,
+                    expires_at_ms,
+                }))
+            }
+            Round::Locked => Ok(AcquireResult::Locked),
+            Round::Mine => Err(malformed()),
+        }
+    }
+
+    fn label(&self, error: LockError) -> LockError {
+        error.with_key(self.key.as_str()).with_lock_id(self.lock_id.as_str())
+    }
+
+    fn unknown(&self, error: LockError) -> LockError {
+        let tolerance = Duration::from_millis(TIME_TOLERANCE_MS.unsigned_abs());
+        self.label(error).with_unknown_outcome(self.ttl.get() + tolerance)
+    }
+
+    fn grant_args(&self) -> [Arg<'_>; 5] {
+        [
+            Arg::Text(&self.storage_key),
+            Arg::Text(&self.fence_key),
+            Arg::Text(self.key.as_str()),
+            Arg::Text(self.lock_id.as_str()),
+            Arg::Int(self.ttl.millis()),
+        ]
+    }
+
+    /// One message, one round trip.
+    fn one_message(&self, session: &mut Session<'_>, at: &Located) -> Result<Round, Trouble> {
+        let statements = &at.statements;
+        let message = Message::new()
+            .raw("SET TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE")
+            .raw(session.limits())
+            .call(&statements.queue, &[Arg::Text(&self.storage_key)])
+            .call(&statements.acquire, &self.grant_args());
+        let answers = match session.commit(&message) {
+            Err(trouble) if is_all_or_nothing(&trouble) => return Ok(Round::Locked),
+            other => other?,
+        };
+        let row = required(answers.row(0)?)?;
+        if let Some(granted) = granted(&answers, 0)? {
+            return Ok(granted);
+        }
+        match (required(int(row, 3)?)?, required(int(row, 4)?)?) {
+            (_, mine) if mine > 0 => Ok(Round::Mine),
+            // All was well but the counter, which may not be raised any more.
+            (ok, _) if ok > 0 => Err(fence_exhausted().into()),
+            _ => Ok(Round::Locked),
+        }
+    }
+
+    /// Two messages: read, check the token, write.
+    fn two_messages(&self, session: &mut Session<'_>, at: &Located) -> Result<Round, Trouble> {
+        let statements = &at.statements;
+        let (key, fence_key, lock_id) =
+            (Arg::Text(&self.storage_key), Arg::Text(&self.fence_key), Arg::Text(self.lock_id.as_str()));
+        let read = Message::new()
+            .raw("BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE")
+            .raw(session.limits_between())
+            .call(&statements.queue, &[key])
+            .call(&statements.hold, &[key, fence_key, lock_id])
+            .call(&statements.view, &[key, fence_key]);
+        let seen = Seen::read(&session.begin(&read)?)?;
+        session.check_cancel()?;
+        let write = match decide(&seen, self.lock_id.as_str()) {
+            Step::Locked => return Ok(Round::Locked),
+            Step::Exhausted => return Err(fence_exhausted().into()),
+            Step::Confirm => Message::new().call(&statements.confirm, &[key, lock_id]),
+            Step::Grant => Message::new().call(&statements.grant, &self.grant_args()),
+        };
+        match session.commit(&write.raw("COMMIT")) {
+            Ok(answers) => Ok(required(granted(&answers, 1)?)?),
+            Err(trouble) if is_all_or_nothing(&trouble) => Ok(Round::Locked),
+            Err(trouble) => Err(trouble),
+        }
+    }
+}
+
+/// What the read of an acquire saw, all locks held.
+#[derive(Clone, Debug)]
+struct Seen {
+    row: Option<Row>,
+    row_locked: bool,
+    counter: Option<i64>,
+    counter_locked: bool,
+    now_ms: i64,
+}
+
+#[derive(Clone, Debug)]
+struct Row {
+    lock_id: String,
+    expires_at_ms: i64,
+}
+
+impl Seen {
+    fn read(answers: &Answers) -> Result<Self> {
+        let (held, view) = (required(answers.row(1)?)?, required(answers.row(0)?)?);
+        let row = match (text(view, 0)?, int(view, 1)?) {
+            (Some(lock_id), Some(expires_at_ms)) => Some(Row { lock_id: lock_id.to_owned(), expires_at_ms }),
+            _ => None,
+        };
+        Ok(Self {
+            row,
+            row_locked: required(int(held, 0)?)? > 0,
+            counter: int(view, 2)?,
+            counter_locked: required(int(held, 1)?)? > 0,
+            now_ms: required(int(view, 3)?)?,
+        })
+    }
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Step {
+    Locked,
+    Grant,
+    Confirm,
+    Exhausted,
+}
+
+/// The decision. A row or a counter that is there but not locked by us belongs to somebody who is
+/// just working on it: contention, whatever it says.
+fn decide(seen: &Seen, lock_id: &str) -> Step {
+    if let Some(row) = &seen.row {
+        if !seen.row_locked {
+            return Step::Locked;
+        }
+        if row.lock_id == lock_id {
+            return Step::Confirm;
+        }
+        if is_live(row.expires_at_ms, seen.now_ms, TIME_TOLERANCE_MS) {
+            return Step::Locked;
+        }
+    }
+    match seen.counter {
+        Some(_) if !seen.counter_locked => Step::Locked,
+        // As numbers: a sixteenth digit would sort wrongly as text.
+        Some(counter) if counter >= i64::try_from(FENCE_MAX).unwrap_or(i64::MAX) => Step::Exhausted,
+        _ => Step::Grant,
+    }
+}
+
+/// The grant in a statement's answer `(expiry, fence, …)`.
+fn granted(answers: &Answers, from_last: usize) -> Result<Option<Round>> {
+    let row = required(answers.row(from_last)?)?;
+    let (Some(expires_at_ms), Some(fence)) = (int(row, 0)?, text(row, 1)?) else { return Ok(None) };
+    let fence: Fence = fence.parse().map_err(|error| malformed().with_source(error))?;
+    if fence.get() > FENCE_MAX {
+        return Err(fence_exhausted());
+    }
+    Ok(Some(Round::Granted { expires_at_ms, fence }))
+}
+
+/// Whether the message failed itself because the counter would have been raised for nothing:
+/// somebody who does not queue has taken the row in between.
+fn is_all_or_nothing(trouble: &Trouble) -> bool {
+    matches!(trouble, Trouble::Refused(error) if error.to_string().contains("22012"))
+}
+
+fn fence_exhausted() -> LockError {
+    LockError::new(ErrorCode::Internal).with_message(format!(
+        "the key's fence counter has reached its limit of {FENCE_MAX} and grants nothing more: use a new key; never reset a counter"
+    ))
+}
+
+fn warn_of_fence(fence: Fence, key: &Key) {
+    if fence.get() > FENCE_WARN {
+        log::warn!(
+            "fence {fence} of key #{} is above the warning line {FENCE_WARN}: move to a new key before {FENCE_MAX}",
+            hash_key(key.as_str())
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn seen() -> Seen {
+        Seen { row: None, row_locked: false, counter: None, counter_locked: false, now_ms: 1_000_000 }
+    }
+
+    fn row(lock_id: &str, expires_at_ms: i64) -> Option<Row> {
+        Some(Row { lock_id: lock_id.into(), expires_at_ms })
+    }
+
+    #[test]
+    fn a_free_key_is_granted() {
+        assert_eq!(decide(&seen(), "me"), Step::Grant);
+        let counted = Seen { counter: Some(7), counter_locked: true, ..seen() };
+        assert_eq!(decide(&counted, "me"), Step::Grant);
+    }
+
+    #[test]
+    fn a_row_is_judged_with_the_tolerance_and_only_when_locked() {
+        for (expires, locked, step) in [
+            (1_000_000 - TIME_TOLERANCE_MS + 1, true, Step::Locked),
+            (1_000_000 - TIME_TOLERANCE_MS, true, Step::Grant),
+            (1_000_000 - TIME_TOLERANCE_MS, false, Step::Locked),
+            (2_000_000, true, Step::Locked),
+        ] {
+            let seen = Seen { row: row("other", expires), row_locked: locked, ..seen() };
+            assert_eq!(decide(&seen, "me"), step, "{expires} {locked}");
+        }
+    }
+
+    #[test]
+    fn our_own_row_is_confirmed() {
+        let seen = Seen { row: row("me", 0), row_locked: true, ..seen() };
+        assert_eq!(decide(&seen, "me"), Step::Confirm);
+    }
+
+    #[test]
+    fn a_busy_counter_is_contention_and_a_full_one_is_the_end() {
+        let busy = Seen { counter: Some(7), counter_locked: false, ..seen() };
+        assert_eq!(decide(&busy, "me"), Step::Locked);
+        let limit = i64::try_from(FENCE_MAX).unwrap();
+        for (counter, step) in
+            [(limit - 1, Step::Grant), (limit, Step::Exhausted), (1_000_000_000_000_000, Step::Exhausted)]
+        {
+            let full = Seen { counter: Some(counter), counter_locked: true, ..seen() };
+            assert_eq!(decide(&full, "me"), step);
+        }
+    }
+}

@@ -1,0 +1,293 @@
+//! From SQLSTATE to [`ErrorCode`]: one table, by code, never by the text of a message.
+//!
+//! | SQLSTATE | code |
+//! | --- | --- |
+//! | class 08, 25006, 25P03, class 53 but 53300, class 57 but 57014, class 58, class 40 | `ServiceUnavailable` |
+//! | 53300 | `RateLimited` |
+//! | class 28, 42501 | `AuthFailed` |
+//! | class 22, class 23, 3D000, 3F000, 42P01, 42703, 42883, class 54 | `InvalidArgument` |
+//! | 25P04, 55P03, 57014, and our own deadlines | `NetworkTimeout` |
+//! | anything else, and 23505 on a lock id | `Internal` |
+//!
+//! The codes are those of <https://www.postgresql.org/docs/current/errcodes-appendix.html>.
+
+use std::error::Error;
+use std::fmt;
+use std::io;
+
+use postgres::error::Severity;
+
+use crate::error::{ErrorCode, LockError};
+
+/// What went wrong on a connection, and what that says about connection and change.
+#[derive(Debug)]
+pub(crate) enum Trouble {
+    /// Certainly nothing was changed, and the connection is in order.
+    Refused(LockError),
+    /// The server no longer knows what this connection had prepared; nothing was changed.
+    Unprepared,
+    /// The connection is gone or must not be used again.
+    Broken {
+        error: LockError,
+        /// The lost answer was that of a message that commits.
+        in_doubt: bool,
+        /// The failure says nothing about the server: an old connection may simply be stale.
+        stale: bool,
+    },
+}
+
+impl Trouble {
+    /// The error, where nothing more can be done about it.
+    pub(crate) fn into_error(self) -> LockError {
+        match self {
+            Self::Refused(error) | Self::Broken { error, .. } => error,
+            Self::Unprepared => LockError::new(ErrorCode::Internal)
+                .with_message("the server keeps forgetting prepared statements"),
+        }
+    }
+}
+
+impl From<LockError> for Trouble {
+    fn from(error: LockError) -> Self {
+        Self::Refused(error)
+    }
+}
+
+/// The code for a SQLSTATE.
+pub(crate) fn code_for(sqlstate: &str) -> ErrorCode {
+    match sqlstate {
+        "25006" | "25P03" => ErrorCode::ServiceUnavailable,
+        "53300" => ErrorCode::RateLimited,
+        "42501" => ErrorCode::AuthFailed,
+        "3D000" | "3F000" | "42P01" | "42703" | "42883" => ErrorCode::InvalidArgument,
+        "25P04" | "55P03" | "57014" => ErrorCode::NetworkTimeout,
+        _ => match sqlstate.get(..2).unwrap_or_default() {
+            "08" | "40" | "53" | "57" | "58" => ErrorCode::ServiceUnavailable,
+            "28" => ErrorCode::AuthFailed,
+            "22" | "23" | "54" => ErrorCode::InvalidArgument,
+            _ => ErrorCode::Internal,
+        },
+    }
+}
+
+/// An error that the driver returned for a message to an open connection.
+pub(crate) fn call_error(error: postgres::Error, commits: bool) -> Trouble {
+    let Some(db) = error.as_db_error() else {
+        let (code, message) = transport(&error);
+        let stale = code != ErrorCode::NetworkTimeout;
+        return Trouble::Broken {
+            error: LockError::new(code).with_message(message).with_source(error),
+            in_doubt: commits,
+            stale,
+        };
+    };
+    // A session that ends says so with FATAL; whether a commit came first is not known.
+    let ended = matches!(db.parsed_severity(), Some(Severity::Fatal | Severity::Panic));
+    let sqlstate = sqlstate_of(db);
+    let unsure = ended || sqlstate == "40003";
+    let error = server_error(&sqlstate, error);
+    if unsure { Trouble::Broken { error, in_doubt: commits, stale: ended } } else { Trouble::Refused(error) }
+}
+
+/// The SQLSTATE, with one correction: a standby refuses `READ WRITE` as "feature not supported".
+fn sqlstate_of(db: &postgres::error::DbError) -> String {
+    let by = db.routine().unwrap_or_default().to_ascii_lowercase();
+    match db.code().code() {
+        "0A000" if by.contains("readonly") || by.contains("read_only") => "25006".to_owned(),
+        state => state.to_owned(),
+    }
+}
+
+/// Whether the server no longer has a statement that was prepared, or has it for a table that has
+/// changed since.
+pub(crate) fn is_unprepared(error: &postgres::Error) -> bool {
+    error.as_db_error().is_some_and(|db| match db.code().code() {
+        "26000" => true,
+        "0A000" => db.routine() == Some("RevalidateCachedQuery"),
+        _ => false,
+    })
+}
+
+/// An error that the driver returned for an attempt to connect.
+pub(crate) fn connect_error(error: postgres::Error) -> LockError {
+    match error.code() {
+        Some(state) => {
+            let sqlstate = state.code().to_owned();
+            server_error(&sqlstate, error)
+        }
+        None => {
+            let (code, message) = transport(&error);
+            LockError::new(code).with_message(message).with_source(error)
+        }
+    }
+}
+
+/// An error that the server sent, with its code and what to do.
+fn server_error(sqlstate: &str, error: postgres::Error) -> LockError {
+    let on_lock_id = sqlstate == "23505"
+        && error.as_db_error().and_then(|db| db.constraint()).is_some_and(|name| name.contains("lock_id"));
+    let code = if on_lock_id { ErrorCode::Internal } else { code_for(sqlstate) };
+    let hint = if on_lock_id {
+        "a fresh lock id already exists: the random source is broken"
+    } else {
+        hint(sqlstate, code)
+    };
+    let mut mapped = LockError::new(code).with_message(format!("{hint} (SQLSTATE {sqlstate})"));
+    if matches!(sqlstate, "40001" | "40P01" | "55P03") {
+        mapped = mapped.with_contention();
+    }
+    if quotes_values(sqlstate) {
+        mapped.with_source(ServerError { sqlstate: sqlstate.to_owned() })
+    } else {
+        mapped.with_source(error)
+    }
+}
+
+/// Whether the server's text for this error may repeat a key or a lock id.
+fn quotes_values(sqlstate: &str) -> bool {
+    match sqlstate.get(..2).unwrap_or_default() {
+        "08" | "25" | "28" | "3D" | "3F" | "40" | "53" | "55" | "57" | "58" => false,
+        _ => !matches!(sqlstate, "42501" | "42P01" | "42703" | "42883"),
+    }
+}
+
+/// What failed and what to do, by SQLSTATE.
+fn hint(sqlstate: &str, code: ErrorCode) -> &'static str {
+    match sqlstate {
+        "42P01" | "42703" => {
+            "the lock tables are missing or of another shape: call setup_schema() or run schema.sql, and check schema, table_name and fence_table_name"
+        }
+        "3F000" => "the schema does not exist: create it, or name another with the builder's schema()",
+        "3D000" => "the database does not exist: check the connection string",
+        "42501" => "the role lacks a right on the lock tables: see the grants in docs/security.md",
+        "25006" => "the server is read-only, a standby perhaps: connect to the primary",
+        "40001" | "40P01" => "the transaction lost against another and was rolled back: try again",
+        "55P03" => {
+            "another session holds a lock on the row, the table or the key's number, longer than this call may wait"
+        }
+        "57014" => "the server cancelled the statement: its time was over, or an operator ended it",
+        "53100" => "the server's disk is full",
+        "53300" => "the server has no connection left: raise max_connections, or open fewer",
+        "25P03" | "25P04" | "57P05" => "the server's own time limit ended the session",
+        "57P01" | "57P02" | "57P03" | "57P04" => {
+            "the server is shutting down, starting up, or ended this session"
+        }
+        _ => match code {
+            ErrorCode::ServiceUnavailable => "the server cannot serve this now: try again later",
+            ErrorCode::AuthFailed => {
+                "the server refused the credentials: check user, password and pg_hba.conf"
+            }
+            ErrorCode::InvalidArgument => {
+                "the server refused a value or a name: check table names, key and database encoding"
+            }
+            _ => "the server answered with an unexpected error",
+        },
+    }
+}
+
+/// What a failure without an answer from the server is: by the kind of its cause.
+fn transport(error: &postgres::Error) -> (ErrorCode, &'static str) {
+    let mut cause = error.source();
+    while let Some(inner) = cause {
+        if let Some(io) = inner.downcast_ref::<io::Error>() {
+            return match io.kind() {
+                io::ErrorKind::TimedOut => (
+                    ErrorCode::NetworkTimeout,
+                    "no answer came from the server in time: check the network, or raise operation_timeout",
+                ),
+                io::ErrorKind::PermissionDenied => (
+                    ErrorCode::ServiceUnavailable,
+                    "the server does not have the attributes that were asked for",
+                ),
+                _ => {
+                    (ErrorCode::ServiceUnavailable, "the server cannot be reached, or closed the connection")
+                }
+            };
+        }
+        cause = inner.source();
+    }
+    // The driver does not tell these kinds apart but by its own fixed, untranslated texts.
+    let text = error.to_string();
+    if text.starts_with("authentication error") {
+        (ErrorCode::AuthFailed, "authentication failed: check user and password")
+    } else if text.starts_with("invalid conf") || text.starts_with("invalid connection") {
+        (ErrorCode::InvalidArgument, "the connection settings are not valid")
+    } else if text.starts_with("error performing TLS") {
+        (
+            ErrorCode::ServiceUnavailable,
+            "the TLS handshake failed: check sslmode, certificates and the connector",
+        )
+    } else if text.starts_with("unexpected message") || text.starts_with("error parsing") {
+        (ErrorCode::Internal, "the server sent something that PostgreSQL would not send")
+    } else {
+        (ErrorCode::ServiceUnavailable, "the connection to the server is closed")
+    }
+}
+
+/// Whether the current thread runs inside an async runtime (or on one of its blocking threads).
+pub(crate) fn in_runtime() -> bool {
+    tokio::runtime::Handle::try_current().is_ok()
+}
+
+/// Stands in for a server's error whose text may repeat a key or a lock id.
+#[derive(Debug)]
+struct ServerError {
+    sqlstate: String,
+}
+
+impl fmt::Display for ServerError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "the server answered SQLSTATE {} (its text may contain keys and is withheld)",
+            self.sqlstate
+        )
+    }
+}
+
+impl Error for ServerError {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ErrorCode::{AuthFailed, Internal, InvalidArgument, NetworkTimeout, RateLimited, ServiceUnavailable};
+
+    #[test]
+    fn every_class_of_sqlstate_has_its_code() {
+        let table: &[(&[&str], ErrorCode)] = &[
+            (
+                &[
+                    "08000", "08003", "08006", "08001", "08004", "25006", "25P03", "53000", "53100", "53200",
+                    "57P01", "57P02", "57P03", "57P04", "57P05", "40001", "40P01", "40003", "58030",
+                ],
+                ServiceUnavailable,
+            ),
+            (&["53300"], RateLimited),
+            (&["28000", "28P01", "42501"], AuthFailed),
+            (
+                &[
+                    "22000", "22001", "22003", "22021", "22P02", "22P05", "23000", "23502", "23505", "23514",
+                    "3D000", "3F000", "42P01", "42703", "42883", "54000",
+                ],
+                InvalidArgument,
+            ),
+            (&["25P04", "55P03", "57014"], NetworkTimeout),
+            (&["XX000", "XX001", "0A000", "42601", "25P02", "99999", "", "é"], Internal),
+        ];
+        for (states, code) in table {
+            for state in *states {
+                assert_eq!(code_for(state), *code, "{state}");
+            }
+        }
+    }
+
+    #[test]
+    fn texts_that_may_repeat_a_key_are_withheld() {
+        for state in ["22021", "23505", "42601", "XX000", "54000"] {
+            assert!(quotes_values(state), "{state}");
+        }
+        for state in ["57P01", "40P01", "42P01", "55P03", "28P01"] {
+            assert!(!quotes_values(state), "{state}");
+        }
+    }
+}

@@ -1,0 +1,177 @@
+//! Extend, one lease or many: find the rows by lock id, judge them, move their expiry.
+//!
+//! A lost answer is asked for again: an extend that was carried out may be carried out twice, and
+//! one that finds the lease gone is right whether or not the first arrived. If time runs out, the
+//! holder keeps its old deadline.
+
+use std::time::Instant;
+
+use crate::backend::{ExtendOutcome, LostReason, Reason, RenewOutcome, Renewal};
+use crate::cancel::CancelToken;
+use crate::error::{LockError, Result};
+use crate::model::fence::Fence;
+use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
+use crate::model::lock_id::LockId;
+use crate::model::time::Ttl;
+use crate::postgres::error::Trouble;
+use crate::postgres::release::Found;
+use crate::postgres::session::{Session, int, malformed, required, text};
+use crate::postgres::statement::{Arg, Message};
+use crate::postgres::{Fault, Located, PostgresBackend};
+
+pub(crate) fn extend(
+    backend: &PostgresBackend,
+    lock_id: &LockId,
+    ttl: Ttl,
+    end: Instant,
+    cancel: &CancelToken,
+) -> Result<ExtendOutcome> {
+    let outcome = backend.run_until_known(end, cancel, |session, at| {
+        if cancel.is_never() {
+            one_message(session, at, lock_id, ttl)
+        } else {
+            two_messages(session, at, lock_id, ttl)
+        }
+    });
+    match outcome {
+        Ok((outcome, _)) => Ok(outcome),
+        Err(Fault::Error(error)) => Err(error),
+        Err(doubt) => Err(doubt.into_error().with_unknown_outcome(ttl.get())),
+    }
+    .map_err(|error| error.with_lock_id(lock_id.as_str()))
+}
+
+fn one_message(
+    session: &mut Session<'_>,
+    at: &Located,
+    lock_id: &LockId,
+    ttl: Ttl,
+) -> Result<ExtendOutcome, Trouble> {
+    let message = Message::new()
+        .raw("SET TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE")
+        .raw(session.limits())
+        .call(&at.statements.extend, &[Arg::Text(lock_id.as_str()), Arg::Int(ttl.millis())]);
+    let answers = session.commit(&message)?;
+    let row = required(answers.row(0)?)?;
+    Ok(match (required(int(row, 0)?)?, int(row, 1)?) {
+        (_, Some(expires_at_ms)) => ExtendOutcome::Extended { expires_at_ms },
+        (1.., None) => ExtendOutcome::NotHeld(Some(Reason::Expired)),
+        _ => ExtendOutcome::NotHeld(Some(Reason::NotFound)),
+    })
+}
+
+fn two_messages(
+    session: &mut Session<'_>,
+    at: &Located,
+    lock_id: &LockId,
+    ttl: Ttl,
+) -> Result<ExtendOutcome, Trouble> {
+    let statements = &at.statements;
+    let id = Arg::Text(lock_id.as_str());
+    let read = Message::new()
+        .raw("BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE")
+        .raw(session.limits_between())
+        .call(&statements.durable, &[])
+        .call(&statements.find, &[id])
+        .call(&statements.clock, &[]);
+    let found = Found::read(&session.begin(&read)?)?;
+    session.check_cancel()?;
+    if let Some(reason) = Found::judge(found.as_ref(), lock_id.as_str()) {
+        return Ok(ExtendOutcome::NotHeld(Some(reason)));
+    }
+    let key = found.map(|row| row.key).unwrap_or_default();
+    let args = [Arg::Text(&key), id, Arg::Int(ttl.millis())];
+    let answers = session.commit(&Message::new().call(&statements.update, &args).raw("COMMIT"))?;
+    let expires_at_ms = required(int(required(answers.row(1)?)?, 0)?)?;
+    Ok(ExtendOutcome::Extended { expires_at_ms })
+}
+
+/// Extends many leases in one transaction, on the connection that is kept for it.
+pub(crate) fn renew(
+    backend: &PostgresBackend,
+    leases: &[Renewal<'_>],
+    end: Instant,
+) -> Vec<Result<RenewOutcome>> {
+    match try_renew(backend, leases, end) {
+        Ok(outcomes) => outcomes.into_iter().map(Ok).collect(),
+        // A LockError cannot be cloned: one says why, the others say that.
+        Err(error) => {
+            let code = error.code();
+            let again = move || LockError::new(code).with_message("the renewal of the whole batch failed");
+            let mut first = Some(error);
+            leases.iter().map(|_| Err(first.take().unwrap_or_else(again))).collect()
+        }
+    }
+}
+
+fn try_renew(backend: &PostgresBackend, leases: &[Renewal<'_>], end: Instant) -> Result<Vec<RenewOutcome>> {
+    let mut keys = Vec::with_capacity(leases.len());
+    let (mut ids, mut ttls) = (Vec::with_capacity(leases.len()), Vec::with_capacity(leases.len()));
+    for lease in leases {
+        keys.push(Key::new(lease.key)?.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?.0);
+        ids.push(lease.lock_id);
+        ttls.push(Ttl::new(lease.ttl)?.millis());
+    }
+    let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+    let args = [Arg::Texts(&keys), Arg::Texts(&ids), Arg::Ints(&ttls)];
+    backend.run_renewal(end, |session, at| {
+        let message = Message::new()
+            .raw("SET TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE")
+            .raw(session.limits())
+            .call(&at.statements.durable, &[])
+            .call(&at.statements.renew, &args);
+        let answers = session.commit(&message)?;
+        let mut outcomes = vec![RenewOutcome::Busy; leases.len()];
+        for row in answers.rows(0)? {
+            let place = usize::try_from(required(int(row, 0)?)?).map_err(|_| malformed())?;
+            let slot = place.checked_sub(1).and_then(|at| outcomes.get_mut(at)).ok_or_else(malformed)?;
+            let locked = required(text(row, 2)?)? == "t";
+            let id = ids.get(place - 1).copied().unwrap_or_default();
+            *slot = outcome(int(row, 1)?, locked, text(row, 3)?, text(row, 4)?, id)?;
+        }
+        Ok(outcomes)
+    })
+}
+
+/// What became of one lease: its new expiry, whether its row was locked, and who has its key now.
+fn outcome(
+    renewed: Option<i64>,
+    locked: bool,
+    holder: Option<&str>,
+    fence: Option<&str>,
+    lock_id: &str,
+) -> Result<RenewOutcome> {
+    if let Some(expires_at_ms) = renewed {
+        return Ok(RenewOutcome::Renewed { expires_at_ms });
+    }
+    Ok(match (locked, holder, fence) {
+        (true, _, _) => RenewOutcome::Lost(LostReason::Expired),
+        (false, Some(holder), _) if holder == lock_id => RenewOutcome::Busy,
+        (false, Some(_), Some(fence)) => {
+            let fence: Fence = fence.parse().map_err(|error| malformed().with_source(error))?;
+            RenewOutcome::Lost(LostReason::TakenOver { fence })
+        }
+        _ => RenewOutcome::Lost(LostReason::RowMissing),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lease_is_renewed_lost_or_busy() {
+        let fence = Some("000000000000009");
+        let taken = RenewOutcome::Lost(LostReason::TakenOver { fence: Fence::new(9).unwrap() });
+        for (renewed, locked, holder, expected) in [
+            (Some(5), true, Some("me"), RenewOutcome::Renewed { expires_at_ms: 5 }),
+            (None, true, Some("me"), RenewOutcome::Lost(LostReason::Expired)),
+            (None, false, Some("me"), RenewOutcome::Busy),
+            (None, false, Some("other"), taken),
+            (None, false, None, RenewOutcome::Lost(LostReason::RowMissing)),
+        ] {
+            let fence = holder.and(fence);
+            assert_eq!(outcome(renewed, locked, holder, fence, "me").unwrap(), expected);
+        }
+    }
+}

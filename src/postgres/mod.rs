@@ -1,0 +1,432 @@
+//! The adapter: [`LockBackend`] on two tables of a PostgreSQL database.
+//!
+//! | file | what it holds |
+//! | --- | --- |
+//! | `link`, `connect` | sockets with a deadline, TLS, cancel requests |
+//! | `pool`, `source` | our own pool, a caller's, the connection kept for renewals |
+//! | `statement`, `session` | prepared statements, messages, one operation on one connection |
+//! | `sql`, `schema` | every SQL text; the tables and how they come to be |
+//! | `acquire`, `release`, `extend`, `read` | the operations |
+//! | `error` | SQLSTATE to error code |
+//!
+//! The one loop around all of them is [`PostgresBackend::run`]: it replaces stale connections as
+//! long as nothing can have been committed, and says so when that is no longer certain.
+
+mod acquire;
+mod connect;
+pub(crate) mod error;
+mod extend;
+mod link;
+mod pool;
+mod read;
+mod release;
+mod schema;
+mod session;
+mod source;
+mod sql;
+mod statement;
+
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+pub(crate) use connect::{Connector, guard_runtime, parse_url};
+pub(crate) use schema::Names;
+pub(crate) use source::Source;
+
+use crate::backend::{
+    AcquireResult, Attempt, Capabilities, ExtendOutcome, LockBackend, LockInfo, LockInfoDebug, Lookup,
+    ReleaseOutcome, RenewOutcome, Renewal, TimeAuthority,
+};
+use crate::cancel::CancelToken;
+use crate::error::{ErrorCode, LockError, Result};
+use crate::model::fence::Fence;
+use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
+use crate::model::lock_id::LockId;
+use crate::model::time::{Clock, Moment, Ttl};
+use error::Trouble;
+use schema::{Survey, Tables};
+use session::{Session, required, text};
+use sql::Statements;
+use statement::{Backend, Message, push_quoted};
+
+/// How often an operation starts anew because its connection turned out to be stale. After a
+/// restart of the server every idle connection is.
+const MAX_REPLACEMENTS: u32 = 64;
+
+/// How many operation timeouts setting up the schema may take: others may be doing it.
+const SET_UP_TIMES: u32 = 6;
+
+/// Leases in two tables of a PostgreSQL database.
+pub(crate) struct PostgresBackend {
+    source: Source,
+    names: Names,
+    store_key_debug: bool,
+    operation_timeout: Duration,
+    located: OnceLock<Arc<Located>>,
+}
+
+/// The tables and their statements, once it is known where the tables are.
+pub(crate) struct Located {
+    tables: Tables,
+    statements: Statements,
+}
+
+/// How an operation failed.
+pub(crate) enum Fault {
+    /// Certainly nothing was changed.
+    Error(LockError),
+    /// The answer to a commit was lost.
+    Doubt { error: LockError, process: Option<Arc<Backend>> },
+}
+
+impl Fault {
+    pub(crate) fn into_error(self) -> LockError {
+        match self {
+            Self::Error(error) | Self::Doubt { error, .. } => error,
+        }
+    }
+}
+
+impl From<LockError> for Fault {
+    fn from(error: LockError) -> Self {
+        Self::Error(error)
+    }
+}
+
+impl PostgresBackend {
+    /// A backend that has not talked to the server yet.
+    pub(crate) fn new(
+        source: Source,
+        names: Names,
+        store_key_debug: bool,
+        operation_timeout: Duration,
+    ) -> Self {
+        Self { source, names, store_key_debug, operation_timeout, located: OnceLock::new() }
+    }
+
+    /// Creates what is missing of the two tables and their indexes. Idempotent, safe at the same
+    /// time from many processes, and a no-op for a role without the right to create if all is there.
+    pub(crate) fn set_up(&self) -> Result<()> {
+        let end = Instant::now()
+            + self.operation_timeout.saturating_mul(SET_UP_TIMES).min(Duration::from_secs(3600));
+        let never = CancelToken::never();
+        let survey = self.survey(end, &never)?;
+        if survey.is_complete() {
+            return self.remember(&survey);
+        }
+        if survey.encoding != "UTF8" {
+            return Err(LockError::invalid(
+                "the database's encoding is not UTF8 and cannot hold every key: use a UTF8 database",
+            ));
+        }
+        let found =
+            survey.locks_in.as_deref().or(survey.fences_in.as_deref()).or(survey.creation_schema.as_deref());
+        let schema = self.names.schema_or(found).ok_or_else(|| {
+            LockError::invalid("no schema of the search_path exists: name one with the builder's schema()")
+        })?;
+        let ddl = self.names.ddl(schema);
+        self.run_bare(end, &never, |session| session.transaction(&Message::new().raw(&ddl)).map(drop))
+            .map_err(Fault::into_error)?;
+        let survey = self.survey(end, &never)?;
+        self.remember(&survey)
+    }
+
+    /// Runs an operation on a connection that has everything prepared.
+    ///
+    /// An error of the operation is passed on; a connection that turns out to be stale is replaced
+    /// as long as nothing can have been committed.
+    pub(crate) fn run<R>(
+        &self,
+        end: Instant,
+        cancel: &CancelToken,
+        mut operation: impl FnMut(&mut Session<'_>, &Located) -> Result<R, Trouble>,
+    ) -> Result<R, Fault> {
+        let at = self.locate(end, cancel)?;
+        self.run_bare(end, cancel, |session| {
+            session.prepare(&at.statements.all())?;
+            operation(session, &at)
+        })
+    }
+
+    /// Runs an operation again after a lost answer, until one comes or the time is over. For
+    /// operations that may be carried out twice. Says what the first lost answer was.
+    fn run_until_known<R>(
+        &self,
+        end: Instant,
+        cancel: &CancelToken,
+        mut operation: impl FnMut(&mut Session<'_>, &Located) -> Result<R, Trouble>,
+    ) -> Result<(R, Option<LockError>), Fault> {
+        let mut first = None;
+        let mut pause = Duration::from_millis(10);
+        loop {
+            match self.run(end, cancel, &mut operation) {
+                Ok(result) => return Ok((result, first)),
+                Err(Fault::Error(error)) if first.is_none() => return Err(Fault::Error(error)),
+                Err(fault) => {
+                    let error = fault.into_error();
+                    if Instant::now() + pause >= end || cancel.is_cancelled() {
+                        return Err(Fault::Doubt { error, process: None });
+                    }
+                    first.get_or_insert(error);
+                }
+            }
+            let _ = cancel.wait_timeout(pause);
+            pause = (pause * 2).min(Duration::from_millis(250));
+        }
+    }
+
+    /// Runs a renewal on the connection that is kept for it.
+    fn run_renewal<R>(
+        &self,
+        end: Instant,
+        mut operation: impl FnMut(&mut Session<'_>, &Located) -> Result<R, Trouble>,
+    ) -> Result<R> {
+        let never = CancelToken::never();
+        let mut replaced = 0;
+        loop {
+            let connection = self.source.get_for_renewals(end)?;
+            let fresh = connection.is_fresh();
+            let mut session = Session::new(connection, end, &never);
+            let outcome = self.locate_on(&mut session).and_then(|at| {
+                session.prepare(&at.statements.all())?;
+                operation(&mut session, &at)
+            });
+            if let Some(connection) = session.into_connection() {
+                self.source.keep(connection);
+            }
+            replaced += 1;
+            match outcome {
+                Ok(result) => return Ok(result),
+                Err(Trouble::Unprepared | Trouble::Broken { stale: true, .. })
+                    if replaced <= 3 && (!fresh || replaced == 1) => {}
+                Err(trouble) => return Err(trouble.into_error()),
+            }
+        }
+    }
+
+    /// The loop around every operation.
+    fn run_bare<R>(
+        &self,
+        end: Instant,
+        cancel: &CancelToken,
+        mut operation: impl FnMut(&mut Session<'_>) -> Result<R, Trouble>,
+    ) -> Result<R, Fault> {
+        let mut replaced = 0;
+        loop {
+            cancel.check()?;
+            let connection = self.source.get(end, cancel)?;
+            let fresh = connection.is_fresh();
+            let mut session = Session::new(connection, end, cancel);
+            let outcome = operation(&mut session);
+            let process = session.backend();
+            session.finish();
+            replaced += 1;
+            match outcome {
+                Ok(result) => return Ok(result),
+                Err(Trouble::Broken { error, in_doubt: true, .. }) => {
+                    return Err(Fault::Doubt { error, process });
+                }
+                Err(Trouble::Unprepared) if replaced < MAX_REPLACEMENTS => {}
+                Err(Trouble::Broken { stale: true, .. })
+                    if !fresh && replaced < MAX_REPLACEMENTS && Instant::now() < end =>
+                {
+                    self.source.purge();
+                }
+                Err(trouble) => return Err(Fault::Error(trouble.into_error())),
+            }
+        }
+    }
+
+    /// Ends the server process whose answer was lost, if it is for certain that one and is still
+    /// there, so that its message cannot take effect later. Behind a pooler the process may be
+    /// serving somebody else by now: then its statement is not ours, and it is left alone.
+    fn end_process(&self, process: &Backend, lock_id: &str, end: Instant) {
+        let mut quoted = (String::new(), String::new());
+        if push_quoted(&process.started, &mut quoted.0).is_err()
+            || push_quoted(lock_id, &mut quoted.1).is_err()
+        {
+            return;
+        }
+        let (started, id) = quoted;
+        let query = format!(
+            "SELECT pg_catalog.pg_terminate_backend(a.pid) FROM pg_catalog.pg_stat_activity AS a \
+             WHERE a.pid = {} AND a.backend_start::pg_catalog.text = {started} \
+             AND (a.state = 'idle' OR pg_catalog.strpos(a.query, {id}) > 0)",
+            process.pid
+        );
+        let ended = self.run_bare(end, &CancelToken::never(), |session| {
+            session.ask(&Message::new().raw(session.limits()).raw(&query)).map(drop)
+        });
+        if let Err(fault) = ended {
+            log::debug!(
+                "the server process of a lost answer could not be ended: {}",
+                fault.into_error().chain()
+            );
+        }
+    }
+
+    fn locate(&self, end: Instant, cancel: &CancelToken) -> Result<Arc<Located>> {
+        if let Some(located) = self.located.get() {
+            return Ok(Arc::clone(located));
+        }
+        let survey = self.survey(end, cancel)?;
+        self.remember(&survey)?;
+        self.located.get().cloned().ok_or_else(missing_tables)
+    }
+
+    fn locate_on(&self, session: &mut Session<'_>) -> Result<Arc<Located>, Trouble> {
+        if let Some(located) = self.located.get() {
+            return Ok(Arc::clone(located));
+        }
+        let survey = read_survey(session, &self.names)?;
+        self.remember(&survey)?;
+        Ok(self.located.get().cloned().ok_or_else(missing_tables)?)
+    }
+
+    fn survey(&self, end: Instant, cancel: &CancelToken) -> Result<Survey> {
+        self.run_bare(end, cancel, |session| read_survey(session, &self.names)).map_err(Fault::into_error)
+    }
+
+    fn remember(&self, survey: &Survey) -> Result<()> {
+        let tables = self.names.located(survey, self.store_key_debug).ok_or_else(missing_tables)?;
+        let statements = Statements::new(&tables);
+        if self.located.set(Arc::new(Located { tables, statements })).is_ok() && survey.unlogged {
+            log::warn!(
+                "a lock table is UNLOGGED: a crash empties it and fences would repeat; ALTER TABLE … SET LOGGED"
+            );
+        }
+        Ok(())
+    }
+
+    /// When an operation that starts now must be over.
+    fn end(&self) -> Instant {
+        let now = Instant::now();
+        now.checked_add(self.operation_timeout).unwrap_or(now + Duration::from_secs(86_400))
+    }
+
+    /// The same for one with a deadline of its own.
+    fn end_by(&self, deadline: Moment) -> Instant {
+        let left = deadline.since(Clock::system().now());
+        Instant::now().checked_add(left).map_or_else(|| self.end(), |end| end.min(self.end()))
+    }
+}
+
+fn read_survey(session: &mut Session<'_>, names: &Names) -> Result<Survey, Trouble> {
+    // Under the caller's search_path: it decides where unqualified tables are.
+    let answers = session.ask(&Message::new().raw(names.survey()?))?;
+    let row = required(answers.row(0)?)?;
+    let owned = |column| -> Result<Option<String>> { Ok(text(row, column)?.map(str::to_owned)) };
+    let flag = |column| -> Result<bool> { Ok(text(row, column)? == Some("t")) };
+    Ok(Survey {
+        locks_in: owned(0)?,
+        unlogged: text(row, 1)? == Some("u") || text(row, 3)? == Some("u"),
+        fences_in: owned(2)?,
+        has_key_debug: flag(4)?,
+        has_indexes: flag(5)?,
+        creation_schema: owned(6)?,
+        encoding: owned(7)?.unwrap_or_default(),
+    })
+}
+
+fn missing_tables() -> LockError {
+    LockError::invalid(
+        "the lock tables do not exist here: call setup_schema() or run schema.sql, and check schema, table_name and fence_table_name",
+    )
+}
+
+impl LockBackend for PostgresBackend {
+    fn acquire(&self, key: &str, ttl: Duration, cancel: &CancelToken) -> Result<AcquireResult> {
+        let (key, ttl) = (Key::new(key)?, Ttl::new(ttl)?);
+        cancel.check()?;
+        let lock_id = LockId::generate()?;
+        acquire::Acquire::new(&key, &lock_id, ttl)?.run(self, self.end(), cancel)
+    }
+
+    fn release(&self, lock_id: &str, cancel: &CancelToken) -> Result<ReleaseOutcome> {
+        release::release(self, &LockId::parse(lock_id)?, self.end(), cancel)
+    }
+
+    fn extend(&self, lock_id: &str, ttl: Duration, cancel: &CancelToken) -> Result<ExtendOutcome> {
+        extend::extend(self, &LockId::parse(lock_id)?, Ttl::new(ttl)?, self.end(), cancel)
+    }
+
+    fn is_locked(&self, key: &str, cancel: &CancelToken) -> Result<bool> {
+        read::is_locked(self, &Key::new(key)?, self.end(), cancel)
+    }
+
+    fn lookup(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfo>> {
+        Ok(self.lookup_raw(what, cancel)?.map(|found| found.sanitized()))
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::fencing("postgres", TimeAuthority::Server)
+    }
+
+    fn attempt(&self, attempt: &Attempt<'_>, cancel: &CancelToken) -> Result<AcquireResult> {
+        let (key, ttl) = (Key::new(attempt.key)?, Ttl::new(attempt.ttl)?);
+        let lock_id = LockId::parse(attempt.lock_id)?;
+        acquire::Acquire::new(&key, &lock_id, ttl)?.run(self, self.end_by(attempt.deadline), cancel)
+    }
+
+    fn peek(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<bool> {
+        read::is_locked(self, &Key::new(key)?, self.end_by(deadline), cancel)
+    }
+
+    fn extend_by(
+        &self,
+        lock_id: &str,
+        ttl: Duration,
+        deadline: Moment,
+        cancel: &CancelToken,
+    ) -> Result<ExtendOutcome> {
+        extend::extend(self, &LockId::parse(lock_id)?, Ttl::new(ttl)?, self.end_by(deadline), cancel)
+    }
+
+    fn release_by(&self, lock_id: &str, deadline: Moment) -> Result<ReleaseOutcome> {
+        release::release(self, &LockId::parse(lock_id)?, self.end_by(deadline), &CancelToken::never())
+    }
+
+    fn renew(&self, leases: &[Renewal<'_>], deadline: Moment) -> Vec<Result<RenewOutcome>> {
+        extend::renew(self, leases, self.end_by(deadline))
+    }
+
+    fn reserve_renewals(&self) -> Result<()> {
+        if self.source.can_reserve()? {
+            self.source.keep(self.source.get(self.end(), &CancelToken::never())?);
+        }
+        Ok(())
+    }
+
+    fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoDebug>> {
+        read::lookup(self, what, self.end(), cancel)
+    }
+
+    fn fence_statement(&self, key: &str, fence: Fence) -> Result<String> {
+        let key = Key::new(key)?;
+        let (storage_key, fence_key) = key.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?;
+        let at = self.locate(self.end(), &CancelToken::never())?;
+        sql::fenced(&at.tables, &storage_key, &fence_key, fence)
+    }
+
+    fn operation_timeout(&self) -> Duration {
+        self.operation_timeout
+    }
+
+    fn close(&self) {
+        self.source.close();
+    }
+}
+
+/// A caller's transaction in which a fence turned out to be stale, or which cannot be checked.
+pub(crate) fn fence_error(error: postgres::Error) -> LockError {
+    match error.code().map(|state| state.code().to_owned()).as_deref() {
+        Some("22P02") => LockError::new(ErrorCode::Aborted).with_message(
+            "the lease is over or a newer holder exists: this transaction cannot commit, roll it back and stop working",
+        ),
+        Some("25006") => LockError::invalid(
+            "a fenced transaction must be READ WRITE: it locks the key's counter until it ends",
+        )
+        .with_source(error),
+        _ => error::call_error(error, false).into_error(),
+    }
+}

@@ -1,0 +1,86 @@
+//! Reads: is a key locked, and by what lease. One plain statement each, no lock, nothing written.
+
+use std::time::Instant;
+
+use postgres::SimpleQueryRow;
+
+use crate::backend::{LockInfoDebug, Lookup};
+use crate::cancel::CancelToken;
+use crate::error::Result;
+use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
+use crate::model::lock_id::LockId;
+use crate::model::time::{TIME_TOLERANCE_MS, is_live};
+use crate::postgres::PostgresBackend;
+use crate::postgres::session::{int, malformed, required, text};
+use crate::postgres::statement::{Arg, Message};
+
+pub(crate) fn is_locked(
+    backend: &PostgresBackend,
+    key: &Key,
+    end: Instant,
+    cancel: &CancelToken,
+) -> Result<bool> {
+    let (storage_key, _) = key.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?;
+    let found = backend.run(end, cancel, |session, at| {
+        let message =
+            Message::new().raw(session.limits()).call(&at.statements.look, &[Arg::Text(&storage_key)]);
+        let answers = session.ask(&message)?;
+        session.check_cancel()?;
+        Ok(match answers.row(0)? {
+            None => false,
+            Some(row) => is_live(required(int(row, 0)?)?, required(int(row, 1)?)?, TIME_TOLERANCE_MS),
+        })
+    });
+    found.map_err(|fault| fault.into_error().with_key(key.as_str()))
+}
+
+pub(crate) fn lookup(
+    backend: &PostgresBackend,
+    what: Lookup<'_>,
+    end: Instant,
+    cancel: &CancelToken,
+) -> Result<Option<LockInfoDebug>> {
+    match what {
+        Lookup::Key(key) => {
+            let key = Key::new(key)?;
+            let (storage_key, _) = key.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?;
+            let found = backend.run(end, cancel, |session, at| {
+                let args = [Arg::Text(&storage_key)];
+                let message = Message::new().raw(session.limits()).call(&at.statements.by_key, &args);
+                let answers = session.ask(&message)?;
+                session.check_cancel()?;
+                Ok(answers.row(0)?.map(|row| live_row(row, None)).transpose()?.flatten())
+            });
+            found.map_err(|fault| fault.into_error().with_key(key.as_str()))
+        }
+        Lookup::LockId(id) => {
+            let id = LockId::parse(id)?;
+            let found = backend.run(end, cancel, |session, at| {
+                let args = [Arg::Text(id.as_str())];
+                let message = Message::new().raw(session.limits()).call(&at.statements.by_id, &args);
+                let answers = session.ask(&message)?;
+                session.check_cancel()?;
+                Ok(answers.row(0)?.map(|row| live_row(row, Some(id.as_str()))).transpose()?.flatten())
+            });
+            found.map_err(|fault| fault.into_error().with_lock_id(id.as_str()))
+        }
+    }
+}
+
+/// A row `(user key, lock id, expiry, acquisition, fence, clock)` as a live lease; with the asked-for
+/// id compared once more, since an index alone does not prove ownership.
+fn live_row(row: &SimpleQueryRow, lock_id: Option<&str>) -> Result<Option<LockInfoDebug>> {
+    let found = required(text(row, 1)?)?;
+    let (expires_at_ms, now_ms) = (required(int(row, 2)?)?, required(int(row, 5)?)?);
+    if lock_id.is_some_and(|asked| asked != found) || !is_live(expires_at_ms, now_ms, TIME_TOLERANCE_MS) {
+        return Ok(None);
+    }
+    let fence = required(text(row, 4)?)?.parse().map_err(|error| malformed().with_source(error))?;
+    Ok(Some(LockInfoDebug::new(
+        required(text(row, 0)?)?.to_owned(),
+        found.to_owned(),
+        expires_at_ms,
+        required(int(row, 3)?)?,
+        fence,
+    )))
+}

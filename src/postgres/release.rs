@@ -1,0 +1,136 @@
+//! Release: find the row by its lock id, judge it, delete it, in one transaction.
+//!
+//! The commit of a release does not wait for the disk (`synchronous_commit` off): a release that a
+//! crash undoes only waits for its ttl.
+//!
+//! A lost answer is asked for again by lock id. If the lease is gone then, it is over for certain,
+//! but whether this release or something else ended it is not known, and the error says so.
+
+use std::time::{Duration, Instant};
+
+use crate::backend::{Reason, ReleaseOutcome};
+use crate::cancel::CancelToken;
+use crate::error::{ErrorCode, LockError, Result};
+use crate::model::lock_id::LockId;
+use crate::model::time::{TIME_TOLERANCE_MS, is_live};
+use crate::postgres::error::Trouble;
+use crate::postgres::session::{Answers, Session, int, required, text};
+use crate::postgres::statement::{Arg, Message};
+use crate::postgres::{Fault, Located, PostgresBackend};
+
+pub(crate) fn release(
+    backend: &PostgresBackend,
+    lock_id: &LockId,
+    end: Instant,
+    cancel: &CancelToken,
+) -> Result<ReleaseOutcome> {
+    let outcome = backend.run_until_known(end, cancel, |session, at| {
+        if cancel.is_never() { one_message(session, at, lock_id) } else { two_messages(session, at, lock_id) }
+    });
+    match outcome {
+        Ok((outcome @ ReleaseOutcome::NotHeld(_), Some(_first))) => {
+            log::debug!("a release was asked for twice and the lease was gone: {outcome:?}");
+            Err(LockError::new(ErrorCode::ServiceUnavailable)
+                .with_message("the connection was lost during the release; the lease is over, but whether this release ended it is not known")
+                .with_unknown_outcome(Duration::ZERO))
+        }
+        Ok((outcome, _)) => Ok(outcome),
+        Err(Fault::Error(error)) => Err(error),
+        Err(doubt) => Err(doubt
+            .into_error()
+            .with_unknown_outcome(Duration::ZERO)),
+    }
+    .map_err(|error| error.with_lock_id(lock_id.as_str()))
+}
+
+/// A lease's row, locked, and the clock after that.
+pub(crate) struct Found {
+    pub(crate) key: String,
+    lock_id: String,
+    expires_at_ms: i64,
+    now_ms: i64,
+}
+
+impl Found {
+    /// Reads the answers to `find` and `clock`, the message's last two statements.
+    pub(crate) fn read(answers: &Answers) -> Result<Option<Self>> {
+        let now_ms = required(int(required(answers.row(0)?)?, 0)?)?;
+        let Some(row) = answers.row(1)? else { return Ok(None) };
+        Ok(Some(Self {
+            key: required(text(row, 0)?)?.to_owned(),
+            lock_id: required(text(row, 1)?)?.to_owned(),
+            expires_at_ms: required(int(row, 2)?)?,
+            now_ms,
+        }))
+    }
+
+    /// Why it cannot be released or extended, if so. The id is compared although the query did:
+    /// ownership is never left to an index alone.
+    pub(crate) fn judge(found: Option<&Self>, lock_id: &str) -> Option<Reason> {
+        match found {
+            None => Some(Reason::NotFound),
+            Some(row) if row.lock_id != lock_id => Some(Reason::NotFound),
+            Some(row) if !is_live(row.expires_at_ms, row.now_ms, TIME_TOLERANCE_MS) => Some(Reason::Expired),
+            Some(_) => None,
+        }
+    }
+}
+
+fn one_message(session: &mut Session<'_>, at: &Located, lock_id: &LockId) -> Result<ReleaseOutcome, Trouble> {
+    let message = Message::new()
+        .raw("SET TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE")
+        .raw(session.limits())
+        .raw("SET LOCAL synchronous_commit TO off")
+        .call(&at.statements.release, &[Arg::Text(lock_id.as_str())]);
+    let answers = session.commit(&message)?;
+    let row = required(answers.row(0)?)?;
+    Ok(match (required(int(row, 0)?)?, required(int(row, 1)?)?) {
+        (_, 1..) => ReleaseOutcome::Released,
+        (1.., _) => ReleaseOutcome::NotHeld(Some(Reason::Expired)),
+        _ => ReleaseOutcome::NotHeld(Some(Reason::NotFound)),
+    })
+}
+
+fn two_messages(
+    session: &mut Session<'_>,
+    at: &Located,
+    lock_id: &LockId,
+) -> Result<ReleaseOutcome, Trouble> {
+    let statements = &at.statements;
+    let id = Arg::Text(lock_id.as_str());
+    let read = Message::new()
+        .raw("BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE")
+        .raw(session.limits_between())
+        .raw("SET LOCAL synchronous_commit TO off")
+        .call(&statements.find, &[id])
+        .call(&statements.clock, &[]);
+    let found = Found::read(&session.begin(&read)?)?;
+    session.check_cancel()?;
+    if let Some(reason) = Found::judge(found.as_ref(), lock_id.as_str()) {
+        return Ok(ReleaseOutcome::NotHeld(Some(reason)));
+    }
+    let key = found.map(|row| row.key).unwrap_or_default();
+    let write = Message::new().call(&statements.delete, &[Arg::Text(&key), id]).raw("COMMIT");
+    let answers = session.commit(&write)?;
+    required(answers.row(1)?)?;
+    Ok(ReleaseOutcome::Released)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_row_is_judged_by_its_id_and_the_clock() {
+        let row = |lock_id: &str, expires_at_ms| Found {
+            key: "k".into(),
+            lock_id: lock_id.into(),
+            expires_at_ms,
+            now_ms: 10_000,
+        };
+        assert_eq!(Found::judge(None, "me"), Some(Reason::NotFound));
+        assert_eq!(Found::judge(Some(&row("other", 20_000)), "me"), Some(Reason::NotFound));
+        assert_eq!(Found::judge(Some(&row("me", 9_000)), "me"), Some(Reason::Expired));
+        assert_eq!(Found::judge(Some(&row("me", 9_001)), "me"), None);
+    }
+}

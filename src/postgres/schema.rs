@@ -1,0 +1,251 @@
+//! The two tables: their names, where they are, and how they come to be.
+//!
+//! `schema.sql` is the only DDL. [`set_up`](Names::ddl) runs it for the configured names, in one
+//! transaction under an advisory lock of two integers, because `CREATE TABLE IF NOT EXISTS` alone
+//! fails when two sessions run it at once. It looks first and does nothing where nothing is missing,
+//! so a role without the right to create may call it.
+
+use sha2::{Digest, Sha256};
+
+use crate::error::{LockError, Result};
+use crate::postgres::statement::push_quoted;
+
+/// The DDL, for the default names.
+const SCHEMA_SQL: &str = include_str!("../../schema.sql");
+
+const DEFAULT_LOCKS: &str = "syncguard_locks";
+const DEFAULT_FENCES: &str = "syncguard_fence_counters";
+
+/// The longest identifier (<https://www.postgresql.org/docs/current/limits.html>).
+const MAX_IDENTIFIER: usize = 63;
+
+/// The advisory lock that set-up runs under: two integers, "SYNC" and "DDL\0", a space of its own
+/// that no lease and no session lock of a single number can touch.
+const SET_UP_LOCK: &str = "pg_catalog.pg_advisory_xact_lock(1398363715, 1145326592)";
+
+/// The configured names, checked, before anything is known about the database.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Names {
+    schema: Option<String>,
+    locks: String,
+    fences: String,
+}
+
+impl Names {
+    pub(crate) fn new(schema: Option<&str>, locks: Option<&str>, fences: Option<&str>) -> Result<Self> {
+        let (locks, fences) = (locks.unwrap_or(DEFAULT_LOCKS), fences.unwrap_or(DEFAULT_FENCES));
+        check("table_name", locks)?;
+        check("fence_table_name", fences)?;
+        if let Some(schema) = schema {
+            check("schema", schema)?;
+        }
+        if locks == fences {
+            return Err(LockError::invalid(
+                "table_name and fence_table_name are the same: fence counters must be kept apart, or cleaning up leases would delete them",
+            ));
+        }
+        Ok(Self { schema: schema.map(str::to_owned), locks: locks.to_owned(), fences: fences.to_owned() })
+    }
+
+    /// The query that finds out where the tables are. Answers, per table: its schema, whether it is
+    /// unlogged; whether the counters have `key_debug`; which of the two indexes exist; the schema
+    /// that new tables would go to; the database's encoding.
+    pub(crate) fn survey(&self) -> Result<String> {
+        let (locks, fences) = (self.literal(&self.locks)?, self.literal(&self.fences)?);
+        let index = |unique: &str, column: &str| {
+            format!(
+                "EXISTS (SELECT 1 FROM pg_catalog.pg_index i JOIN pg_catalog.pg_attribute a \
+                 ON a.attrelid = i.indrelid AND a.attnum = i.indkey[0] \
+                 WHERE i.indrelid = l.oid AND i.indnatts = 1 AND i.indisvalid AND i.indpred IS NULL{unique} AND a.attname = '{column}')"
+            )
+        };
+        Ok(format!(
+            "SELECT ln.nspname, l.relpersistence, fn.nspname, f.relpersistence, \
+             EXISTS (SELECT 1 FROM pg_catalog.pg_attribute a WHERE a.attrelid = f.oid AND a.attname = 'key_debug' AND NOT a.attisdropped), \
+             {} AND {}, pg_catalog.current_schema(), pg_catalog.current_setting('server_encoding') \
+             FROM (SELECT pg_catalog.to_regclass({locks}) AS l, pg_catalog.to_regclass({fences}) AS f) AS r \
+             LEFT JOIN pg_catalog.pg_class l ON l.oid = r.l LEFT JOIN pg_catalog.pg_namespace ln ON ln.oid = l.relnamespace \
+             LEFT JOIN pg_catalog.pg_class f ON f.oid = r.f LEFT JOIN pg_catalog.pg_namespace fn ON fn.oid = f.relnamespace",
+            index(" AND i.indisunique", "lock_id"),
+            index("", "expires_at_ms"),
+        ))
+    }
+
+    /// The transaction that creates what is missing, in this schema.
+    pub(crate) fn ddl(&self, schema: &str) -> String {
+        let mut ddl = String::from(
+            "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SET LOCAL client_min_messages TO warning; \
+             SET LOCAL lock_timeout TO '30s'; SET LOCAL synchronous_commit TO on; ",
+        );
+        ddl.push_str("SELECT ");
+        ddl.push_str(SET_UP_LOCK);
+        ddl.push(';');
+        ddl.push_str(&self.rename(schema));
+        ddl.push_str("; COMMIT");
+        ddl
+    }
+
+    /// `schema.sql` with the configured names in the place of the default ones.
+    fn rename(&self, schema: &str) -> String {
+        let without_comments: String = SCHEMA_SQL
+            .lines()
+            .map(|line| line.split_once("--").map_or(line, |(sql, _)| sql))
+            .collect::<Vec<_>>()
+            .join("\n");
+        let qualified = |name: &str| format!("\"{schema}\".\"{name}\"");
+        without_comments
+            .replace(
+                "\"idx_syncguard_locks_lock_id\"",
+                &format!("\"{}\"", index_name(&self.locks, "lock_id")),
+            )
+            .replace(
+                "\"idx_syncguard_locks_expires\"",
+                &format!("\"{}\"", index_name(&self.locks, "expires")),
+            )
+            .replace(&format!("\"{DEFAULT_LOCKS}\""), &qualified(&self.locks))
+            .replace(&format!("\"{DEFAULT_FENCES}\""), &qualified(&self.fences))
+            .trim_end()
+            .trim_end_matches(';')
+            .to_owned()
+    }
+
+    /// A table's name as a literal for `to_regclass`, in the configured schema or along the search path.
+    fn literal(&self, table: &str) -> Result<String> {
+        let name = match &self.schema {
+            Some(schema) => format!("\"{schema}\".\"{table}\""),
+            None => format!("\"{table}\""),
+        };
+        let mut literal = String::new();
+        push_quoted(&name, &mut literal)?;
+        Ok(literal)
+    }
+
+    /// The configured schema, else the one that was found.
+    pub(crate) fn schema_or<'a>(&'a self, found: Option<&'a str>) -> Option<&'a str> {
+        self.schema.as_deref().or(found)
+    }
+
+    /// The tables, now that their schemas are known.
+    pub(crate) fn located(&self, survey: &Survey, store_key_debug: bool) -> Option<Tables> {
+        let (locks, fences) = (survey.locks_in.as_ref()?, survey.fences_in.as_ref()?);
+        let key_debug = match (survey.has_key_debug, store_key_debug) {
+            (true, true) => KeyDebug::Stored,
+            _ => KeyDebug::Left,
+        };
+        Some(Tables {
+            locks: format!("\"{locks}\".\"{}\"", self.locks),
+            fences: format!("\"{fences}\".\"{}\"", self.fences),
+            key_debug,
+        })
+    }
+}
+
+/// What the database said about the tables.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Survey {
+    pub(crate) locks_in: Option<String>,
+    pub(crate) fences_in: Option<String>,
+    pub(crate) unlogged: bool,
+    pub(crate) has_key_debug: bool,
+    pub(crate) has_indexes: bool,
+    pub(crate) creation_schema: Option<String>,
+    pub(crate) encoding: String,
+}
+
+impl Survey {
+    /// Whether set-up would find nothing to do.
+    pub(crate) fn is_complete(&self) -> bool {
+        self.locks_in.is_some() && self.fences_in.is_some() && self.has_indexes
+    }
+}
+
+/// The two tables, quoted and qualified.
+pub(crate) struct Tables {
+    pub(crate) locks: String,
+    pub(crate) fences: String,
+    key_debug: KeyDebug,
+}
+
+/// Whether a new counter notes the caller's key for people.
+#[derive(Clone, Copy)]
+enum KeyDebug {
+    Stored,
+    /// The table was made by hand without the column, or the caller wants no keys in it.
+    Left,
+}
+
+impl Tables {
+    /// What the counter's `INSERT` says about `key_debug`: `(column, value)`.
+    pub(crate) fn key_debug(&self, user_key: &str) -> (&'static str, String) {
+        match self.key_debug {
+            KeyDebug::Stored => (", key_debug", format!(", {user_key}")),
+            KeyDebug::Left => ("", String::new()),
+        }
+    }
+}
+
+/// An index name that fits: cut, with a digest of the table's name, where the plain one is too long.
+/// PostgreSQL would cut it silently, and two long names would become one.
+fn index_name(table: &str, suffix: &str) -> String {
+    let plain = format!("idx_{table}_{suffix}");
+    if plain.len() <= MAX_IDENTIFIER {
+        return plain;
+    }
+    let digest = Sha256::digest(table.as_bytes());
+    let hex: String = digest.iter().take(4).map(|byte| format!("{byte:02x}")).collect();
+    let keep = MAX_IDENTIFIER - "idx__".len() - 1 - hex.len() - suffix.len();
+    format!("idx_{}_{hex}_{suffix}", table.get(..keep).unwrap_or(table))
+}
+
+fn check(option: &str, name: &str) -> Result<()> {
+    let mut bytes = name.bytes();
+    let starts = bytes.next().is_some_and(|b| b.is_ascii_alphabetic() || b == b'_');
+    if starts && name.len() <= MAX_IDENTIFIER && bytes.all(|b| b.is_ascii_alphanumeric() || b == b'_') {
+        return Ok(());
+    }
+    Err(LockError::invalid(format!(
+        "{option} is not a plain identifier: use 1 to {MAX_IDENTIFIER} letters, digits and underscores, not starting with a digit"
+    )))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_checked_before_anything_else() {
+        for bad in ["", "1abc", "a-b", "a b", "a\"b", "a;b", "a.b", "\u{e9}", &"x".repeat(64)] {
+            for (schema, locks, fences) in
+                [(Some(bad), None, None), (None, Some(bad), None), (None, None, Some(bad))]
+            {
+                let error = Names::new(schema, locks, fences).unwrap_err();
+                assert_eq!(error.code(), crate::ErrorCode::InvalidArgument, "{bad:?}");
+            }
+        }
+        for good in ["app_locks", "_x9", "Locks", "select", &"x".repeat(63)] {
+            Names::new(Some(good), Some(good), None).unwrap();
+        }
+        assert!(Names::new(None, Some("same"), Some("same")).is_err());
+        assert!(Names::new(None, Some(DEFAULT_FENCES), None).is_err());
+        Names::new(None, Some("Same"), Some("same")).unwrap();
+    }
+
+    #[test]
+    fn index_names_of_long_table_names_stay_apart() {
+        let (a, b) = (format!("{}a", "x".repeat(62)), format!("{}b", "x".repeat(62)));
+        for suffix in ["lock_id", "expires"] {
+            assert!(index_name(&a, suffix).len() <= MAX_IDENTIFIER);
+            assert_ne!(index_name(&a, suffix), index_name(&b, suffix));
+        }
+        assert_eq!(index_name("locks", "lock_id"), "idx_locks_lock_id");
+    }
+
+    #[test]
+    fn the_ddl_carries_the_configured_names_only() {
+        let names = Names::new(None, Some("My_Locks"), Some("my_fences")).unwrap();
+        let ddl = names.ddl("app");
+        assert!(!ddl.contains("syncguard"), "{ddl}");
+        assert!(ddl.contains("\"app\".\"My_Locks\"") && ddl.contains("\"app\".\"my_fences\""));
+        assert!(ddl.contains("\"idx_My_Locks_lock_id\""));
+    }
+}

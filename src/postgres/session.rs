@@ -1,0 +1,365 @@
+//! One operation's use of one connection: prepare, send, read the answers, put it back or cut it.
+//!
+//! 1. A connection goes back to its pool only when every message was answered and no transaction is
+//!    open; in any doubt it is closed ([`Session`] closes it unless [`Session::finish`] is reached).
+//! 2. Every wait is bounded twice: by the server's own limits, set in each transaction, and by the
+//!    link's deadline a little later, so that the server's better error comes first where it comes.
+//! 3. While a message that does not commit is under way, the caller's token cuts the connection and
+//!    has the server cancel; once a message that commits is sent, nobody cancels it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use postgres::{SimpleQueryMessage, SimpleQueryRow};
+
+use crate::cancel::{CancelToken, Subscription};
+use crate::error::{ErrorCode, LockError, Result};
+use crate::postgres::connect::{guard_runtime, rest};
+use crate::postgres::error::{Trouble, call_error, is_unprepared};
+use crate::postgres::source::Connection;
+use crate::postgres::statement::{Backend, Memo, Message, Statement};
+
+/// How much later than the server's limits the client gives up.
+const GRACE: Duration = Duration::from_millis(100);
+
+/// How long a ROLLBACK may take before the connection is closed instead.
+const ROLLBACK_LIMIT: Duration = Duration::from_secs(1);
+
+/// A connection in the hands of one operation.
+pub(crate) struct Session<'a> {
+    connection: Option<Connection>,
+    end: Instant,
+    cancel: &'a CancelToken,
+    in_transaction: bool,
+    backend: Option<Arc<Backend>>,
+}
+
+/// The rows of one message, by statement.
+pub(crate) struct Answers(Vec<Vec<SimpleQueryRow>>);
+
+impl Answers {
+    /// The only row of a statement, counted from the message's last.
+    pub(crate) fn row(&self, from_last: usize) -> Result<Option<&SimpleQueryRow>> {
+        match self.rows(from_last)? {
+            [] => Ok(None),
+            [row] => Ok(Some(row)),
+            _ => Err(malformed()),
+        }
+    }
+
+    /// The rows of a statement, counted from the message's last.
+    pub(crate) fn rows(&self, from_last: usize) -> Result<&[SimpleQueryRow]> {
+        self.0.iter().rev().nth(from_last).map(Vec::as_slice).ok_or_else(malformed)
+    }
+}
+
+/// A column as text; `None` for NULL.
+pub(crate) fn text(row: &SimpleQueryRow, column: usize) -> Result<Option<&str>> {
+    row.try_get(column).map_err(|cause| malformed().with_source(cause))
+}
+
+/// A column as a number; `None` for NULL.
+pub(crate) fn int(row: &SimpleQueryRow, column: usize) -> Result<Option<i64>> {
+    match text(row, column)? {
+        None => Ok(None),
+        Some(digits) => digits.parse().map(Some).map_err(|_| malformed()),
+    }
+}
+
+/// The value of a column that cannot be NULL.
+pub(crate) fn required<T>(value: Option<T>) -> Result<T> {
+    value.ok_or_else(malformed)
+}
+
+/// Something that PostgreSQL with our tables does not answer.
+pub(crate) fn malformed() -> LockError {
+    LockError::new(ErrorCode::Internal).with_message(
+        "the lock tables hold something that no SyncGuard client writes: check who else writes them",
+    )
+}
+
+impl<'a> Session<'a> {
+    pub(crate) fn new(connection: Connection, end: Instant, cancel: &'a CancelToken) -> Self {
+        Self { connection: Some(connection), end, cancel, in_transaction: false, backend: None }
+    }
+
+    /// Prepares these statements if this connection has not yet.
+    pub(crate) fn prepare(&mut self, statements: &[&Statement]) -> Result<(), Trouble> {
+        let memo = self.connection()?.memo();
+        let missing = memo.missing(statements);
+        if missing.is_empty() {
+            let backend = memo.backend.clone();
+            self.backend = backend;
+            return Ok(());
+        }
+        let message = Memo::preparation(&missing);
+        let answers = match self.simple(&message, false) {
+            Ok(answers) => answers,
+            // 42P05: somebody else prepared them on the server connection behind a pooler. 25001 or
+            // 0A000: a server that cannot prepare. Written-out statements work everywhere.
+            Err(Failed::State(state, _)) if matches!(&*state, "42P05" | "25001" | "0A000") => {
+                self.connection()?.memo().plain = true;
+                return Ok(());
+            }
+            Err(failed) => return Err(failed.into()),
+        };
+        let backend = match answers.row(0)? {
+            Some(row) => Some(Arc::new(Backend {
+                pid: i32::try_from(required(int(row, 0)?)?).map_err(|_| malformed())?,
+                started: required(text(row, 1)?)?.to_owned(),
+            })),
+            None => None,
+        };
+        self.backend.clone_from(&backend);
+        self.connection()?.memo().remember(&missing, backend);
+        Ok(())
+    }
+
+    /// Sends a message that only reads: its loss loses nothing.
+    pub(crate) fn ask(&mut self, message: &Message<'_>) -> Result<Answers, Trouble> {
+        self.send(message, false)
+    }
+
+    /// Sends a message that begins a transaction and leaves it open.
+    pub(crate) fn begin(&mut self, message: &Message<'_>) -> Result<Answers, Trouble> {
+        self.in_transaction = true;
+        self.send(message, false)
+    }
+
+    /// Sends a message that commits.
+    pub(crate) fn commit(&mut self, message: &Message<'_>) -> Result<Answers, Trouble> {
+        let answers = self.send(message, true)?;
+        self.in_transaction = false;
+        if self.connection()?.link().is_some_and(|link| link.take_unreplicated()) {
+            return Err(Trouble::Broken {
+                error: LockError::new(ErrorCode::ServiceUnavailable)
+                    .with_message("the change is durable on this server, but its standby may not have it"),
+                in_doubt: true,
+                stale: false,
+            });
+        }
+        Ok(answers)
+    }
+
+    /// Sends a whole transaction of its own, `BEGIN` to `COMMIT`, as one message.
+    pub(crate) fn transaction(&mut self, message: &Message<'_>) -> Result<Answers, Trouble> {
+        self.in_transaction = true;
+        self.commit(message)
+    }
+
+    /// Ends an open transaction without a change; on any trouble the connection is closed instead.
+    pub(crate) fn rollback(&mut self) {
+        if !std::mem::take(&mut self.in_transaction) || self.connection.is_none() {
+            return;
+        }
+        let end = std::mem::replace(&mut self.end, Instant::now() + ROLLBACK_LIMIT);
+        let done = self.simple(&Message::new().raw("ROLLBACK"), true);
+        self.end = end;
+        if done.is_err() {
+            self.cut();
+        }
+    }
+
+    /// Puts the connection back, after a rollback where a transaction is open.
+    pub(crate) fn finish(self) {
+        if let Some(connection) = self.into_connection() {
+            connection.give_back();
+        }
+    }
+
+    /// The connection, in order; `None` if it is gone.
+    pub(crate) fn into_connection(mut self) -> Option<Connection> {
+        self.rollback();
+        self.connection.take()
+    }
+
+    /// The settings of every transaction: bounds for its waits and statements (never 0, which would
+    /// mean none), names from `pg_catalog` alone, and no sequential scan, which a plan made while
+    /// the table was tiny would otherwise keep when it has grown.
+    pub(crate) fn limits(&self) -> String {
+        let left = rest(self.end).as_millis().clamp(1, 2_000_000_000);
+        format!(
+            "SET LOCAL search_path TO pg_catalog;SET LOCAL enable_seqscan TO off;\
+             SET LOCAL lock_timeout TO {left};SET LOCAL statement_timeout TO {left}"
+        )
+    }
+
+    /// [`limits`](Self::limits) for a transaction that stays open between two messages.
+    pub(crate) fn limits_between(&self) -> String {
+        let left = rest(self.end).as_millis().clamp(1, 2_000_000_000);
+        format!("{};SET LOCAL idle_in_transaction_session_timeout TO {left}", self.limits())
+    }
+
+    pub(crate) fn check_cancel(&self) -> Result<()> {
+        self.cancel.check()
+    }
+
+    /// The server process at the other end, as far as it is known; also when the connection is gone.
+    pub(crate) fn backend(&self) -> Option<Arc<Backend>> {
+        self.backend.clone()
+    }
+
+    /// Closes the connection.
+    fn cut(&mut self) {
+        if let Some(connection) = self.connection.take() {
+            connection.discard();
+        }
+    }
+
+    fn connection(&mut self) -> Result<&mut Connection> {
+        self.connection.as_mut().ok_or_else(|| {
+            LockError::new(ErrorCode::ServiceUnavailable)
+                .with_message("the connection to the server is closed")
+        })
+    }
+
+    /// Sends, and notices where prepared statements are gone.
+    fn send(&mut self, message: &Message<'_>, commits: bool) -> Result<Answers, Trouble> {
+        match self.simple(message, commits) {
+            Ok(answers) => {
+                self.connection()?.memo().vanished = 0;
+                Ok(answers)
+            }
+            Err(Failed::Unprepared(trouble)) => {
+                let memo = self.connection()?.memo();
+                if memo.plain {
+                    return Err(trouble);
+                }
+                memo.forget();
+                Err(Trouble::Unprepared)
+            }
+            Err(failed) => Err(failed.into()),
+        }
+    }
+
+    /// One round trip.
+    fn simple(&mut self, message: &Message<'_>, commits: bool) -> Result<Answers, Failed> {
+        let left = rest(self.end);
+        if left.is_zero() {
+            return Err(Failed::Trouble(Trouble::Refused(out_of_time())));
+        }
+        let watch = if commits { None } else { self.watch() };
+        let connection = self.connection().map_err(Trouble::Refused)?;
+        let text = message.text(connection.memo().plain).map_err(Trouble::Refused)?;
+        if let Some(link) = connection.link() {
+            link.limit(left + GRACE);
+        }
+        let client = connection.client().map_err(Trouble::Refused)?;
+        let outcome = match guard_runtime(|| client.simple_query(&text)) {
+            Ok(outcome) => outcome,
+            // The driver panicked before it sent anything; what state it is in, nobody knows.
+            Err(error) => {
+                self.cut();
+                return Err(Failed::Trouble(Trouble::Refused(error)));
+            }
+        };
+        if watch.is_some_and(|watch| watch.fired()) {
+            self.cut();
+            return Err(Failed::Trouble(Trouble::Refused(LockError::aborted())));
+        }
+        match outcome {
+            Ok(messages) => Ok(Answers(by_statement(messages))),
+            Err(error) => Err(self.failed(error, commits)),
+        }
+    }
+
+    fn failed(&mut self, error: postgres::Error, commits: bool) -> Failed {
+        let state = error.code().map(|state| state.code().to_owned());
+        let unprepared = is_unprepared(&error);
+        let trouble = call_error(error, commits);
+        match (state, trouble) {
+            (_, trouble @ Trouble::Refused(_)) if unprepared => Failed::Unprepared(trouble),
+            (Some(state), trouble @ Trouble::Refused(_)) => Failed::State(state, trouble),
+            (_, trouble) => {
+                self.cut();
+                Failed::Trouble(trouble)
+            }
+        }
+    }
+
+    /// Has the caller's token end the message that is about to be sent.
+    fn watch(&mut self) -> Option<Watch> {
+        if self.cancel.is_never() {
+            return None;
+        }
+        let connection = self.connection.as_mut()?;
+        let (token, canceller, link) =
+            (connection.cancel_token()?, connection.canceller(), connection.link().cloned());
+        let fired = Arc::new(AtomicBool::new(false));
+        let hook = {
+            let fired = Arc::clone(&fired);
+            move || {
+                fired.store(true, Ordering::SeqCst);
+                if let Some(link) = link {
+                    link.kill();
+                }
+                // The hook runs on whatever thread cancels, which must not do I/O.
+                let ask = move || canceller.cancel(&token);
+                if std::thread::Builder::new().name("syncguard-cancel".into()).spawn(ask).is_err() {
+                    log::debug!("no thread for a cancel request; the server's own limit ends the statement");
+                }
+            }
+        };
+        Some(Watch { _subscription: self.cancel.subscribe(hook), fired })
+    }
+}
+
+impl Drop for Session<'_> {
+    fn drop(&mut self) {
+        self.cut();
+    }
+}
+
+/// A failure of one round trip.
+enum Failed {
+    /// The server refused, with this SQLSTATE; the connection is in order.
+    State(String, Trouble),
+    /// The server does not have the statement.
+    Unprepared(Trouble),
+    Trouble(Trouble),
+}
+
+impl From<Trouble> for Failed {
+    fn from(trouble: Trouble) -> Self {
+        Self::Trouble(trouble)
+    }
+}
+
+impl From<Failed> for Trouble {
+    fn from(failed: Failed) -> Self {
+        match failed {
+            Failed::State(_, trouble) | Failed::Unprepared(trouble) | Failed::Trouble(trouble) => trouble,
+        }
+    }
+}
+
+struct Watch {
+    _subscription: Option<Subscription>,
+    fired: Arc<AtomicBool>,
+}
+
+impl Watch {
+    fn fired(&self) -> bool {
+        self.fired.load(Ordering::SeqCst)
+    }
+}
+
+/// Our own time is over before anything was sent.
+pub(crate) fn out_of_time() -> LockError {
+    LockError::new(ErrorCode::NetworkTimeout)
+        .with_message("the time for this operation was over before it could be sent: raise operation_timeout")
+}
+
+fn by_statement(messages: Vec<SimpleQueryMessage>) -> Vec<Vec<SimpleQueryRow>> {
+    let mut statements = Vec::with_capacity(8);
+    let mut rows = Vec::new();
+    for message in messages {
+        match message {
+            SimpleQueryMessage::Row(row) => rows.push(row),
+            SimpleQueryMessage::CommandComplete(_) => statements.push(std::mem::take(&mut rows)),
+            _ => {}
+        }
+    }
+    statements
+}

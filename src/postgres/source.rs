@@ -1,0 +1,330 @@
+//! Where connections come from: our own pool, or a caller's.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use postgres::{Client, NoTls};
+use r2d2::{ManageConnection, PooledConnection};
+
+use crate::cancel::CancelToken;
+use crate::error::{ErrorCode, LockError, Result};
+use crate::postgres::connect::{Connector, drop_client, guard_runtime, rest};
+use crate::postgres::error::in_runtime;
+use crate::postgres::link::Link;
+use crate::postgres::pool::{Lent, Pool};
+use crate::postgres::statement::Memo;
+
+/// How long a caller's pool is waited for at a time, where a token may end the wait.
+const SLICE: Duration = Duration::from_millis(100);
+
+/// Lends connections for operations, and keeps one apart for renewals.
+pub(crate) struct Source {
+    operations: Operations,
+    renewals: Renewals,
+}
+
+enum Operations {
+    Own(Arc<Pool>),
+    Foreign { pool: Box<dyn ForeignPool>, canceller: Canceller },
+}
+
+enum Renewals {
+    /// A pool of one, not counted among the others.
+    Own(Arc<Pool>),
+    /// One of the caller's connections, kept from the first renewed guard on.
+    Kept(Mutex<Option<Connection>>),
+}
+
+impl Source {
+    /// Our own pool of `max` connections, and one more for renewals.
+    pub(crate) fn own(connector: Connector, max: u32, connection_timeout: Duration) -> Self {
+        Self {
+            renewals: Renewals::Own(Pool::new(connector.clone(), 1, connection_timeout)),
+            operations: Operations::Own(Pool::new(connector, max, connection_timeout)),
+        }
+    }
+
+    /// A caller's pool, and, where the caller says how to open it, a connection of ours for renewals.
+    pub(crate) fn foreign<M>(
+        pool: r2d2::Pool<M>,
+        renewals: Option<Connector>,
+        connection_timeout: Duration,
+    ) -> Self
+    where
+        M: ManageConnection<Connection = Client>,
+    {
+        let canceller = Canceller(renewals.clone());
+        Self {
+            renewals: match renewals {
+                Some(connector) => Renewals::Own(Pool::new(connector, 1, connection_timeout)),
+                None => Renewals::Kept(Mutex::new(None)),
+            },
+            operations: Operations::Foreign { pool: Box::new(pool), canceller },
+        }
+    }
+
+    /// A connection for an operation.
+    pub(crate) fn get(&self, end: Instant, cancel: &CancelToken) -> Result<Connection> {
+        match &self.operations {
+            Operations::Own(pool) => pool.get(end, cancel).map(Connection::Own),
+            Operations::Foreign { pool, canceller } => loop {
+                cancel.check()?;
+                let left = rest(end);
+                let wait = if cancel.is_never() { left } else { left.min(SLICE) };
+                match pool.lend(wait) {
+                    Ok(mut lent) => {
+                        let memo = lent.take_memo();
+                        break Ok(Connection::Foreign(Foreign {
+                            lent: Some(lent),
+                            memo,
+                            canceller: canceller.clone(),
+                        }));
+                    }
+                    Err(error) if wait == left => break Err(error),
+                    Err(_) => {}
+                }
+            },
+        }
+    }
+
+    /// The connection for renewals; hand it back with [`Source::keep`].
+    pub(crate) fn get_for_renewals(&self, end: Instant) -> Result<Connection> {
+        let never = CancelToken::never();
+        match &self.renewals {
+            Renewals::Own(pool) => pool.get(end, &never).map(Connection::Own),
+            Renewals::Kept(kept) => {
+                let mut connection = kept.lock().unwrap_or_else(PoisonError::into_inner).take();
+                let open = |kept: &mut Connection| kept.client().is_ok_and(|client| !client.is_closed());
+                match connection.take_if(open) {
+                    Some(connection) => Ok(connection),
+                    None => self.get(end, &never),
+                }
+            }
+        }
+    }
+
+    /// Takes the renewals' connection back.
+    pub(crate) fn keep(&self, connection: Connection) {
+        match &self.renewals {
+            Renewals::Own(_) => connection.give_back(),
+            Renewals::Kept(kept) => {
+                let surplus = {
+                    let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+                    if kept.is_none() { kept.replace(connection) } else { Some(connection) }
+                };
+                if let Some(surplus) = surplus {
+                    surplus.give_back();
+                }
+            }
+        }
+    }
+
+    /// Whether renewals can have a connection that operations cannot take away.
+    pub(crate) fn can_reserve(&self) -> Result<bool> {
+        match (&self.renewals, &self.operations) {
+            (Renewals::Kept(_), Operations::Foreign { pool, .. }) if pool.max_size() < 2 => {
+                Err(LockError::invalid(
+                    "renewals need a connection of their own: give the pool a max_size of at least 2, or call the builder's maintenance()",
+                ))
+            }
+            (Renewals::Kept(kept), _) => Ok(kept.lock().unwrap_or_else(PoisonError::into_inner).is_none()),
+            (Renewals::Own(_), _) => Ok(false),
+        }
+    }
+
+    /// Closes idle connections that a restart of the server has made stale.
+    pub(crate) fn purge(&self) {
+        if let Operations::Own(pool) = &self.operations {
+            pool.purge();
+        }
+    }
+
+    /// Opens no more connections of ours and closes the idle ones; gives the kept one back.
+    pub(crate) fn close(&self) {
+        if let Operations::Own(pool) = &self.operations {
+            pool.close();
+        }
+        match &self.renewals {
+            Renewals::Own(pool) => pool.close(),
+            Renewals::Kept(kept) => {
+                let connection = kept.lock().unwrap_or_else(PoisonError::into_inner).take();
+                if let Some(connection) = connection {
+                    connection.give_back();
+                }
+            }
+        }
+    }
+
+    /// How to open a connection of our own, where that is known.
+    pub(crate) fn connector(&self) -> Option<&Connector> {
+        match (&self.operations, &self.renewals) {
+            (Operations::Own(pool), _) | (_, Renewals::Own(pool)) => Some(pool.connector()),
+            _ => None,
+        }
+    }
+}
+
+/// A connection in use.
+pub(crate) enum Connection {
+    Own(Lent),
+    Foreign(Foreign),
+}
+
+/// A connection of a caller's pool. Dropping it without giving it back ends its session.
+pub(crate) struct Foreign {
+    lent: Option<Box<dyn Borrowed>>,
+    memo: Memo,
+    canceller: Canceller,
+}
+
+impl Connection {
+    pub(crate) fn client(&mut self) -> Result<&mut Client> {
+        let gone = || {
+            LockError::new(ErrorCode::ServiceUnavailable)
+                .with_message("the connection to the server is closed")
+        };
+        match self {
+            Self::Own(lent) => lent.wire()?.client().ok_or_else(gone),
+            Self::Foreign(foreign) => foreign.lent.as_mut().map(|lent| lent.client()).ok_or_else(gone),
+        }
+    }
+
+    pub(crate) fn memo(&mut self) -> &mut Memo {
+        match self {
+            Self::Own(lent) => &mut lent.memo,
+            Self::Foreign(foreign) => &mut foreign.memo,
+        }
+    }
+
+    /// The handle of its socket; a caller's connections have none.
+    pub(crate) fn link(&mut self) -> Option<&Link> {
+        match self {
+            Self::Own(lent) => lent.wire().ok().map(|wire| &wire.link),
+            Self::Foreign(_) => None,
+        }
+    }
+
+    pub(crate) fn cancel_token(&mut self) -> Option<postgres::CancelToken> {
+        self.client().ok().map(|client| client.cancel_token())
+    }
+
+    pub(crate) fn canceller(&self) -> Canceller {
+        match self {
+            Self::Own(lent) => Canceller(Some(lent.connector().clone())),
+            Self::Foreign(foreign) => foreign.canceller.clone(),
+        }
+    }
+
+    pub(crate) fn is_fresh(&self) -> bool {
+        match self {
+            Self::Own(lent) => lent.fresh,
+            Self::Foreign(_) => false,
+        }
+    }
+
+    /// Returns a connection that is in order.
+    pub(crate) fn give_back(self) {
+        match self {
+            Self::Own(lent) => lent.give_back(),
+            Self::Foreign(mut foreign) => {
+                if let Some(mut lent) = foreign.lent.take() {
+                    lent.put_memo(std::mem::take(&mut foreign.memo));
+                }
+            }
+        }
+    }
+
+    /// Ends the session of a connection that is in doubt.
+    pub(crate) fn discard(self) {
+        drop(self);
+    }
+}
+
+impl Drop for Foreign {
+    fn drop(&mut self) {
+        let Some(mut lent) = self.lent.take() else { return };
+        if lent.client().is_closed() {
+            return;
+        }
+        // r2d2 takes only a closed connection out of its pool, so have the server close this one.
+        let end = "ROLLBACK; SELECT pg_catalog.pg_terminate_backend(pg_catalog.pg_backend_pid())";
+        let ended = guard_runtime(|| lent.client().batch_execute(end));
+        if ended.is_ok() && !lent.client().is_closed() {
+            log::debug!("a connection in doubt could not be ended and is kept out of its pool");
+            std::mem::forget(lent);
+        } else if in_runtime() {
+            drop_client(lent);
+        }
+    }
+}
+
+/// Asks a server to cancel a statement: through TLS where we know how, else in plain text.
+#[derive(Clone)]
+pub(crate) struct Canceller(Option<Connector>);
+
+impl Canceller {
+    pub(crate) fn cancel(&self, token: &postgres::CancelToken) {
+        match &self.0 {
+            Some(connector) => connector.cancel(token),
+            None => {
+                if let Err(error) = token.cancel_query(NoTls) {
+                    log::debug!("the cancel request did not reach the server: {error}");
+                }
+            }
+        }
+    }
+}
+
+/// A caller's pool, whatever its manager.
+trait ForeignPool: Send + Sync {
+    fn lend(&self, wait: Duration) -> Result<Box<dyn Borrowed>>;
+    fn max_size(&self) -> u32;
+}
+
+impl<M: ManageConnection<Connection = Client>> ForeignPool for r2d2::Pool<M> {
+    fn lend(&self, wait: Duration) -> Result<Box<dyn Borrowed>> {
+        let wait = wait.min(self.connection_timeout());
+        match self.get_timeout(wait) {
+            Ok(connection) => Ok(Box::new(connection)),
+            Err(error) => {
+                // r2d2 says "timed out" for both: an exhausted pool, and a server that is away.
+                let state = self.state();
+                let exhausted = state.connections >= self.max_size();
+                Err(if exhausted {
+                    LockError::new(ErrorCode::RateLimited).with_message(
+                        "no connection of the caller's pool became free in time: raise its max_size",
+                    )
+                } else {
+                    LockError::new(ErrorCode::ServiceUnavailable)
+                        .with_message("the caller's pool could not open a connection in time")
+                }
+                .with_source(error))
+            }
+        }
+    }
+
+    fn max_size(&self) -> u32 {
+        Self::max_size(self)
+    }
+}
+
+/// A connection lent by a caller's pool.
+trait Borrowed: Send {
+    fn client(&mut self) -> &mut Client;
+    fn take_memo(&mut self) -> Memo;
+    fn put_memo(&mut self, memo: Memo);
+}
+
+impl<M: ManageConnection<Connection = Client>> Borrowed for PooledConnection<M> {
+    fn client(&mut self) -> &mut Client {
+        self
+    }
+
+    fn take_memo(&mut self) -> Memo {
+        Self::extensions_mut(self).remove::<Memo>().unwrap_or_default()
+    }
+
+    fn put_memo(&mut self, memo: Memo) {
+        Self::extensions_mut(self).insert(memo);
+    }
+}

@@ -1,0 +1,329 @@
+//! Every SQL text of the lease protocol.
+//!
+//! Names are always quoted and qualified, functions qualified, and each transaction sets its
+//! `search_path` to `pg_catalog`, so that nobody's schema can slip an operator of its own in.
+//!
+//! Why the statements look as they do:
+//!
+//! 1. The clock is read **after** the locks are held: `now()` stands still from the start of the
+//!    transaction, `clock_timestamp()` does not
+//!    (<https://www.postgresql.org/docs/current/functions-datetime.html#FUNCTIONS-DATETIME-CURRENT>).
+//!    Where lock and clock are in one statement, the clock is computed *from* the count of locked rows.
+//! 2. Decisions are taken on the row that `FOR UPDATE` returned, the newest version
+//!    (<https://www.postgresql.org/docs/current/transaction-iso.html#XACT-READ-COMMITTED>), and the
+//!    upsert repeats the condition.
+//! 3. A contender looks plainly first and locks only a row that seems expired, so that it never
+//!    stands in the way of the holder's extend.
+//! 4. The counter is taken with `SKIP LOCKED`: a fenced transaction that holds it is contention, not
+//!    something to wait for.
+
+use crate::error::Result;
+use crate::model::fence::{FENCE_MAX, Fence};
+use crate::model::time::TIME_TOLERANCE_MS;
+use crate::postgres::schema::Tables;
+use crate::postgres::statement::{Statement, push_quoted};
+
+/// Server time in Unix milliseconds, rounded down.
+pub(crate) const CLOCK: &str =
+    "pg_catalog.floor(EXTRACT(EPOCH FROM pg_catalog.clock_timestamp()) * 1000)::pg_catalog.int8";
+
+/// Raises `synchronous_commit`, for this transaction alone, where it promises less than a durable
+/// commit; other levels ask for more and stay
+/// (<https://www.postgresql.org/docs/current/runtime-config-wal.html#GUC-SYNCHRONOUS-COMMIT>).
+const DURABLE: &str = "CASE WHEN pg_catalog.current_setting('synchronous_commit') IN ('off', 'local') \
+    THEN pg_catalog.set_config('synchronous_commit', 'on', true) END";
+
+/// The liveness rule of [`is_live`](crate::is_live) in SQL, from the same constant.
+pub(crate) fn live(expires_at_ms: &str, now_ms: &str) -> String {
+    format!("({expires_at_ms} > {now_ms} - {TIME_TOLERANCE_MS})")
+}
+
+/// The statements for one pair of tables.
+pub(crate) struct Statements {
+    /// `(storage key)`: queues contenders of one key, closes the race on an absent row, and sees to
+    /// a durable commit.
+    pub(crate) queue: Statement,
+    /// `(storage key, fence key, lock id)`: locks what seems free. Answers (row locked, counter locked).
+    pub(crate) hold: Statement,
+    /// `(storage key, fence key)`: row, counter and clock, in a snapshot after the locks.
+    pub(crate) view: Statement,
+    /// `(storage key, fence key, user key, lock id, ttl ms)`: the grant. Answers (expiry, fence).
+    pub(crate) grant: Statement,
+    /// `(storage key, lock id)`: writes a granted row back as it is. Answers (expiry, fence).
+    pub(crate) confirm: Statement,
+    /// `(storage key, fence key, user key, lock id, ttl ms)`: queue apart, all of the above at once.
+    pub(crate) acquire: Statement,
+    /// `(lock id)`: locks a lease's row. Answers (key, lock id, expiry).
+    pub(crate) find: Statement,
+    /// `()`: the clock.
+    pub(crate) clock: Statement,
+    /// `(storage key, lock id)`
+    pub(crate) delete: Statement,
+    /// `(storage key, lock id, ttl ms)`: answers the expiry.
+    pub(crate) update: Statement,
+    /// `(lock id)`: answers (found, deleted).
+    pub(crate) release: Statement,
+    /// `(lock id, ttl ms)`: answers (found, expiry).
+    pub(crate) extend: Statement,
+    /// `(storage keys, lock ids, ttls)`
+    pub(crate) renew: Statement,
+    /// `(storage key)`: answers (expiry, clock).
+    pub(crate) look: Statement,
+    /// `(storage key)`: the whole row and the clock.
+    pub(crate) by_key: Statement,
+    /// `(lock id)`: the whole row and the clock.
+    pub(crate) by_id: Statement,
+    /// `()`: sees to a durable commit.
+    pub(crate) durable: Statement,
+}
+
+impl Statements {
+    pub(crate) fn new(tables: &Tables) -> Self {
+        let locks = &tables.locks;
+        let row = format!(
+            "SELECT l.user_key, l.lock_id, l.expires_at_ms, l.acquired_at_ms, l.fence, {CLOCK} FROM {locks} AS l"
+        );
+        Self {
+            queue: Statement::new(
+                "queue",
+                &["text"],
+                format!(
+                    "SELECT pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext($1)::pg_catalog.int8), {DURABLE}"
+                ),
+            ),
+            hold: Statement::new(
+                "hold",
+                &["text", "text", "text"],
+                format!(
+                    "WITH {} SELECT (SELECT count(*) FROM cur), (SELECT count(*) FROM counter)",
+                    take(tables, "$1", "$2", "$3")
+                ),
+            ),
+            view: Statement::new("view", &["text", "text"], view(tables)),
+            grant: Statement::new("grant", &["text", "text", "text", "text", "int8"], grant(tables)),
+            confirm: Statement::new(
+                "confirm",
+                &["text", "text"],
+                format!(
+                    "UPDATE {locks} AS l SET lock_id = l.lock_id WHERE l.key = $1 AND l.lock_id = $2 \
+                     RETURNING l.expires_at_ms, l.fence"
+                ),
+            ),
+            acquire: Statement::new("acquire", &["text", "text", "text", "text", "int8"], acquire(tables)),
+            find: Statement::new(
+                "find",
+                &["text"],
+                format!(
+                    "SELECT l.key, l.lock_id, l.expires_at_ms FROM {locks} AS l WHERE l.lock_id = $1 FOR UPDATE"
+                ),
+            ),
+            clock: Statement::new("clock", &[], format!("SELECT {CLOCK}")),
+            delete: Statement::new(
+                "delete",
+                &["text", "text"],
+                format!("DELETE FROM {locks} AS l WHERE l.key = $1 AND l.lock_id = $2 RETURNING l.lock_id"),
+            ),
+            update: Statement::new(
+                "update",
+                &["text", "text", "int8"],
+                format!(
+                    "UPDATE {locks} AS l SET expires_at_ms = {CLOCK} + $3 WHERE l.key = $1 AND l.lock_id = $2 \
+                     RETURNING l.expires_at_ms"
+                ),
+            ),
+            release: Statement::new("release", &["text"], release(tables)),
+            extend: Statement::new("extend", &["text", "int8"], extend(tables)),
+            renew: Statement::new("renew", &["text[]", "text[]", "int8[]"], renew(tables)),
+            look: Statement::new(
+                "look",
+                &["text"],
+                format!("SELECT l.expires_at_ms, {CLOCK} FROM {locks} AS l WHERE l.key = $1"),
+            ),
+            by_key: Statement::new("by_key", &["text"], format!("{row} WHERE l.key = $1")),
+            by_id: Statement::new("by_id", &["text"], format!("{row} WHERE l.lock_id = $1")),
+            durable: Statement::new("durable", &[], format!("SELECT {DURABLE}")),
+        }
+    }
+
+    /// All of them: a connection prepares them together, in one round trip.
+    pub(crate) fn all(&self) -> [&Statement; 17] {
+        [
+            &self.queue,
+            &self.hold,
+            &self.view,
+            &self.grant,
+            &self.confirm,
+            &self.acquire,
+            &self.find,
+            &self.clock,
+            &self.delete,
+            &self.update,
+            &self.release,
+            &self.extend,
+            &self.renew,
+            &self.look,
+            &self.by_key,
+            &self.by_id,
+            &self.durable,
+        ]
+    }
+}
+
+/// The statement that fails in the server unless `fence` is the key's newest and its lease is live.
+///
+/// `FOR SHARE`, not `FOR KEY SHARE`, which would let the counter be raised
+/// (<https://www.postgresql.org/docs/current/explicit-locking.html#LOCKING-ROWS>): as long as the
+/// caller's transaction is open, no newer holder can be granted.
+pub(crate) fn fenced(tables: &Tables, key: &str, fence_key: &str, fence: Fence) -> Result<String> {
+    let (mut k, mut f) = (String::new(), String::new());
+    push_quoted(key, &mut k)?;
+    push_quoted(fence_key, &mut f)?;
+    let (locks, fences, number) = (&tables.locks, &tables.fences, fence.get());
+    let alive = live("l.expires_at_ms", "t.now");
+    Ok(format!(
+        "WITH counter AS MATERIALIZED (\
+           SELECT c.fence FROM {fences} AS c WHERE c.fence_key OPERATOR(pg_catalog.=) {f} FOR SHARE OF c), \
+         t AS MATERIALIZED (\
+           SELECT {CLOCK} AS now FROM (SELECT pg_catalog.count(*) AS n FROM counter) AS x WHERE x.n = 1) \
+         SELECT (CASE WHEN EXISTS (SELECT 1 FROM counter WHERE fence = {number}) AND EXISTS (\
+           SELECT 1 FROM {locks} AS l, t WHERE l.key OPERATOR(pg_catalog.=) {k} \
+             AND l.fence OPERATOR(pg_catalog.=) '{fence}' AND {alive}) \
+         THEN '1' ELSE '{STALE}' END)::pg_catalog.int4"
+    ))
+}
+
+/// What a stale fence raises, as the value that is not a number (22P02).
+pub(crate) const STALE: &str =
+    "syncguard: the lease is over or a newer holder exists; this transaction cannot commit";
+
+/// Looks at a key, and locks its row and its counter if it seems free or is ours.
+fn take(tables: &Tables, key: &str, fence_key: &str, lock_id: &str) -> String {
+    let (locks, fences) = (&tables.locks, &tables.fences);
+    let alive = live("l.expires_at_ms", CLOCK);
+    format!(
+        "look AS MATERIALIZED (\
+           SELECT 1 FROM {locks} AS l WHERE l.key = {key} AND l.lock_id <> {lock_id} AND {alive}), \
+         cur AS MATERIALIZED (\
+           SELECT l.lock_id, l.expires_at_ms FROM {locks} AS l \
+           WHERE l.key = {key} AND NOT EXISTS (SELECT 1 FROM look) FOR UPDATE OF l), \
+         counter AS MATERIALIZED (\
+           SELECT c.fence FROM {fences} AS c \
+           WHERE c.fence_key = {fence_key} AND NOT EXISTS (SELECT 1 FROM look) \
+             AND (SELECT count(*) FROM cur) >= 0 FOR NO KEY UPDATE OF c SKIP LOCKED)"
+    )
+}
+
+fn view(tables: &Tables) -> String {
+    let (locks, fences) = (&tables.locks, &tables.fences);
+    format!(
+        "SELECT l.lock_id, l.expires_at_ms, c.fence, {CLOCK} FROM (SELECT 1) AS one \
+         LEFT JOIN {locks} AS l ON l.key = $1 LEFT JOIN {fences} AS c ON c.fence_key = $2"
+    )
+}
+
+/// Raises the counter and writes the row, from the rows of `ok(now)`.
+fn write(tables: &Tables, key: &str, fence_key: &str, user_key: &str, lock_id: &str, ttl: &str) -> String {
+    let (locks, fences) = (&tables.locks, &tables.fences);
+    let (column, value) = tables.key_debug(user_key);
+    // In DO UPDATE the clock of this statement is in EXCLUDED.acquired_at_ms.
+    let alive = live("l.expires_at_ms", "EXCLUDED.acquired_at_ms");
+    format!(
+        "f AS (\
+           INSERT INTO {fences} AS c (fence_key, fence{column}) SELECT {fence_key}, 1{value} FROM ok \
+           ON CONFLICT (fence_key) DO UPDATE SET fence = c.fence + 1 WHERE c.fence < {FENCE_MAX} RETURNING c.fence), \
+         u AS (\
+           INSERT INTO {locks} AS l (key, lock_id, expires_at_ms, acquired_at_ms, fence, user_key) \
+           SELECT {key}, {lock_id}, ok.now + {ttl}, ok.now, pg_catalog.lpad(f.fence::pg_catalog.text, 15, '0'), {user_key} \
+           FROM f, ok \
+           ON CONFLICT (key) DO UPDATE SET lock_id = EXCLUDED.lock_id, expires_at_ms = EXCLUDED.expires_at_ms, \
+             acquired_at_ms = EXCLUDED.acquired_at_ms, fence = EXCLUDED.fence, user_key = EXCLUDED.user_key \
+           WHERE NOT {alive} RETURNING l.expires_at_ms, l.fence)"
+    )
+}
+
+/// Fails the message if the counter was raised and the row was not written: a burnt fence must not
+/// be committed. (Division by zero, 22012, which nothing else here can raise.)
+const ALL_OR_NOTHING: &str =
+    "1 / (CASE WHEN EXISTS (SELECT 1 FROM f) AND NOT EXISTS (SELECT 1 FROM u) THEN 0 ELSE 1 END)";
+
+fn grant(tables: &Tables) -> String {
+    format!(
+        "WITH ok AS MATERIALIZED (SELECT {CLOCK} AS now), {} \
+         SELECT (SELECT u.expires_at_ms FROM u), (SELECT u.fence FROM u), {ALL_OR_NOTHING}",
+        write(tables, "$1", "$2", "$3", "$4", "$5")
+    )
+}
+
+fn acquire(tables: &Tables) -> String {
+    let fences = &tables.fences;
+    let alive = live("cur.expires_at_ms", "t.now");
+    format!(
+        "WITH {}, \
+         seen AS MATERIALIZED (SELECT c.fence FROM {fences} AS c WHERE c.fence_key = $2), \
+         t AS MATERIALIZED (\
+           SELECT {CLOCK} AS now FROM (SELECT count(*) AS n FROM cur) AS a, (SELECT count(*) AS n FROM counter) AS b \
+           WHERE a.n >= 0 AND b.n >= 0), \
+         ok AS MATERIALIZED (\
+           SELECT t.now FROM t WHERE NOT EXISTS (SELECT 1 FROM look) \
+             AND NOT EXISTS (SELECT 1 FROM cur WHERE cur.lock_id = $4 OR {alive}) \
+             AND (SELECT count(*) FROM seen) = (SELECT count(*) FROM counter)), \
+         {} \
+         SELECT (SELECT u.expires_at_ms FROM u), (SELECT u.fence FROM u), {ALL_OR_NOTHING}, \
+           (SELECT count(*) FROM ok), (SELECT count(*) FROM cur WHERE cur.lock_id = $4)",
+        take(tables, "$1", "$2", "$4"),
+        write(tables, "$1", "$2", "$3", "$4", "$5")
+    )
+}
+
+/// A lease's row, locked, and the clock after that.
+fn locked_row(tables: &Tables) -> String {
+    let locks = &tables.locks;
+    format!(
+        "cur AS MATERIALIZED (\
+           SELECT l.key, l.expires_at_ms FROM {locks} AS l WHERE l.lock_id = $1 FOR UPDATE), \
+         t AS MATERIALIZED (SELECT {CLOCK} AS now FROM (SELECT count(*) AS n FROM cur) AS a WHERE a.n >= 0)"
+    )
+}
+
+fn release(tables: &Tables) -> String {
+    let (locks, alive) = (&tables.locks, live("cur.expires_at_ms", "t.now"));
+    format!(
+        "WITH {}, d AS (\
+           DELETE FROM {locks} AS l USING cur, t WHERE l.key = cur.key AND l.lock_id = $1 AND {alive} RETURNING 1) \
+         SELECT (SELECT count(*) FROM cur), (SELECT count(*) FROM d)",
+        locked_row(tables)
+    )
+}
+
+fn extend(tables: &Tables) -> String {
+    let (locks, alive) = (&tables.locks, live("cur.expires_at_ms", "t.now"));
+    format!(
+        "WITH {}, u AS (\
+           UPDATE {locks} AS l SET expires_at_ms = t.now + $2 FROM cur, t \
+           WHERE l.key = cur.key AND l.lock_id = $1 AND {alive} RETURNING l.expires_at_ms) \
+         SELECT (SELECT count(*) FROM cur), (SELECT u.expires_at_ms FROM u), {DURABLE}",
+        locked_row(tables)
+    )
+}
+
+/// Many leases at once. Rows are locked in the order of their keys, so that two batches cannot
+/// deadlock, and a busy row is skipped, so that it cannot hold the others up. Answers per lease:
+/// its place, the new expiry, whether its row was locked, and id and fence of the key's row now.
+fn renew(tables: &Tables) -> String {
+    let (locks, alive) = (&tables.locks, live("cur.expires_at_ms", "t.now"));
+    format!(
+        "WITH want AS MATERIALIZED (\
+           SELECT * FROM pg_catalog.unnest($1, $2, $3) WITH ORDINALITY AS w (key, lock_id, ttl, place)), \
+         cur AS MATERIALIZED (\
+           SELECT l.key, l.lock_id, l.expires_at_ms FROM {locks} AS l \
+           WHERE l.lock_id = ANY ($2) ORDER BY l.key FOR UPDATE SKIP LOCKED), \
+         t AS MATERIALIZED (SELECT {CLOCK} AS now FROM (SELECT count(*) AS n FROM cur) AS a WHERE a.n >= 0), \
+         u AS (\
+           UPDATE {locks} AS l SET expires_at_ms = t.now + want.ttl FROM cur, want, t \
+           WHERE want.lock_id = cur.lock_id AND l.key = cur.key AND l.lock_id = cur.lock_id AND {alive} \
+           RETURNING l.lock_id, l.expires_at_ms) \
+         SELECT want.place, u.expires_at_ms, cur.lock_id IS NOT NULL, l.lock_id, l.fence FROM want \
+           LEFT JOIN u ON u.lock_id = want.lock_id LEFT JOIN cur ON cur.lock_id = want.lock_id \
+           LEFT JOIN {locks} AS l ON l.key = want.key"
+    )
+}

@@ -1,0 +1,277 @@
+//! Statements: prepared once per connection by name, called by text, several in one message.
+//!
+//! The driver sends several statements in one round trip only as text (the simple protocol), so a
+//! statement is prepared with SQL's own `PREPARE` and called with `EXECUTE`
+//! (<https://www.postgresql.org/docs/current/sql-prepare.html>). Its name carries a digest of its
+//! text, so clients with other tables, or other versions of this library, can share a connection.
+//!
+//! Values become text in one place, [`Arg`]: digits, or a quoted literal.
+
+use std::collections::HashSet;
+use std::fmt::Write as _;
+use std::sync::Arc;
+
+use sha2::{Digest, Sha256};
+
+use crate::error::{LockError, Result};
+
+/// A statement with `$1`-style parameters.
+pub(crate) struct Statement {
+    name: String,
+    text: String,
+    types: &'static [&'static str],
+}
+
+impl Statement {
+    pub(crate) fn new(what: &str, types: &'static [&'static str], text: String) -> Self {
+        let digest = Sha256::digest(text.as_bytes());
+        let mut name = format!("sg_{what}_");
+        for byte in digest.iter().take(8) {
+            let _ = write!(name, "{byte:02x}");
+        }
+        Self { name, text, types }
+    }
+
+    /// The `PREPARE` for it.
+    fn prepare(&self) -> String {
+        match self.types {
+            [] => format!("PREPARE {} AS {}", self.name, self.text),
+            types => format!("PREPARE {}({}) AS {}", self.name, types.join(","), self.text),
+        }
+    }
+
+    /// The call of it, by name or written out.
+    fn call(&self, plain: bool, args: &[Arg<'_>], out: &mut String) -> Result<()> {
+        debug_assert_eq!(args.len(), self.types.len(), "{}", self.name);
+        if plain {
+            return self.write_out(args, out);
+        }
+        let _ = write!(out, "EXECUTE {}", self.name);
+        for (i, arg) in args.iter().enumerate() {
+            out.push(if i == 0 { '(' } else { ',' });
+            arg.push(out)?;
+        }
+        if !args.is_empty() {
+            out.push(')');
+        }
+        Ok(())
+    }
+
+    /// The text with the arguments in the place of `$n`.
+    fn write_out(&self, args: &[Arg<'_>], out: &mut String) -> Result<()> {
+        let mut rest = self.text.as_str();
+        while let Some(at) = rest.find('$') {
+            let (before, after) = rest.split_at(at);
+            out.push_str(before);
+            let digits = after[1..].bytes().take_while(u8::is_ascii_digit).count();
+            let number: usize = after[1..=digits].parse().unwrap_or(0);
+            let (Some(arg), Some(of)) =
+                (args.get(number.wrapping_sub(1)), self.types.get(number.wrapping_sub(1)))
+            else {
+                return Err(LockError::invalid("a statement has fewer arguments than it needs"));
+            };
+            out.push('(');
+            arg.push(out)?;
+            let _ = write!(out, ")::{of}");
+            rest = &after[1 + digits..];
+        }
+        out.push_str(rest);
+        Ok(())
+    }
+}
+
+/// A value on its way into SQL text.
+#[derive(Clone, Copy)]
+pub(crate) enum Arg<'a> {
+    Text(&'a str),
+    Int(i64),
+    Texts(&'a [&'a str]),
+    Ints(&'a [i64]),
+}
+
+impl Arg<'_> {
+    fn push(&self, out: &mut String) -> Result<()> {
+        match self {
+            Self::Text(text) => push_quoted(text, out),
+            Self::Int(n) => {
+                let _ = write!(out, "{n}");
+                Ok(())
+            }
+            Self::Texts(texts) => push_list(texts, "text", out, |text, out| push_quoted(text, out)),
+            Self::Ints(numbers) => push_list(numbers, "int8", out, |n, out| {
+                let _ = write!(out, "{n}");
+                Ok(())
+            }),
+        }
+    }
+}
+
+fn push_list<T>(
+    items: &[T],
+    of: &str,
+    out: &mut String,
+    push: impl Fn(&T, &mut String) -> Result<()>,
+) -> Result<()> {
+    out.push_str("ARRAY[");
+    for (i, item) in items.iter().enumerate() {
+        if i > 0 {
+            out.push(',');
+        }
+        push(item, out)?;
+    }
+    let _ = write!(out, "]::pg_catalog.{of}[]");
+    Ok(())
+}
+
+/// The one place where foreign text becomes part of SQL text: an escape string, whose meaning does
+/// not depend on `standard_conforming_strings`
+/// (<https://www.postgresql.org/docs/current/sql-syntax-lexical.html#SQL-SYNTAX-STRINGS-ESCAPE>).
+pub(crate) fn push_quoted(text: &str, out: &mut String) -> Result<()> {
+    out.push_str("E'");
+    for c in text.chars() {
+        match c {
+            '\0' => return Err(LockError::invalid("PostgreSQL text cannot hold U+0000")),
+            '\'' => out.push_str("''"),
+            '\\' => out.push_str("\\\\"),
+            c => out.push(c),
+        }
+    }
+    out.push('\'');
+    Ok(())
+}
+
+/// One message to the server: statements that travel, and are answered, together.
+pub(crate) struct Message<'a> {
+    parts: Vec<Part<'a>>,
+}
+
+enum Part<'a> {
+    Raw(String),
+    Call(&'a Statement, Vec<Arg<'a>>),
+}
+
+impl<'a> Message<'a> {
+    pub(crate) fn new() -> Self {
+        Self { parts: Vec::with_capacity(6) }
+    }
+
+    /// Adds SQL text as it is.
+    pub(crate) fn raw(mut self, sql: impl Into<String>) -> Self {
+        self.parts.push(Part::Raw(sql.into()));
+        self
+    }
+
+    pub(crate) fn call(mut self, statement: &'a Statement, args: &[Arg<'a>]) -> Self {
+        self.parts.push(Part::Call(statement, args.to_vec()));
+        self
+    }
+
+    pub(crate) fn text(&self, plain: bool) -> Result<String> {
+        let mut out = String::with_capacity(256);
+        for part in &self.parts {
+            if !out.is_empty() {
+                out.push(';');
+            }
+            match part {
+                Part::Raw(sql) => out.push_str(sql),
+                Part::Call(statement, args) => statement.call(plain, args, &mut out)?,
+            }
+        }
+        Ok(out)
+    }
+}
+
+/// What is known of a connection: which statements it has prepared, and whose it is.
+#[derive(Default)]
+pub(crate) struct Memo {
+    prepared: HashSet<String>,
+    /// Prepared statements do not stay on this connection: write everything out.
+    pub(crate) plain: bool,
+    /// How often in a row a prepared statement was gone.
+    pub(crate) vanished: u8,
+    pub(crate) backend: Option<Arc<Backend>>,
+}
+
+/// A server process, told apart from a later one with the same number by its start.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Backend {
+    pub(crate) pid: i32,
+    pub(crate) started: String,
+}
+
+impl Memo {
+    /// The statements that this connection has yet to prepare.
+    pub(crate) fn missing<'s>(&self, statements: &[&'s Statement]) -> Vec<&'s Statement> {
+        if self.plain {
+            return Vec::new();
+        }
+        statements.iter().copied().filter(|s| !self.prepared.contains(&s.name)).collect()
+    }
+
+    /// The message that prepares them, and asks who the server process is.
+    pub(crate) fn preparation(missing: &[&Statement]) -> Message<'static> {
+        let mut message = Message::new().raw("SET LOCAL search_path TO pg_catalog");
+        for statement in missing {
+            message = message.raw(statement.prepare());
+        }
+        message.raw(
+            "SELECT pid, backend_start FROM pg_catalog.pg_stat_get_activity(pg_catalog.pg_backend_pid())",
+        )
+    }
+
+    pub(crate) fn remember(&mut self, prepared: &[&Statement], backend: Option<Arc<Backend>>) {
+        self.prepared.extend(prepared.iter().map(|s| s.name.clone()));
+        self.backend = backend;
+    }
+
+    /// Prepared statements are gone (`DISCARD ALL`, a pooler): prepare again, or give up on it.
+    pub(crate) fn forget(&mut self) {
+        self.prepared.clear();
+        self.vanished = self.vanished.saturating_add(1);
+        self.plain |= self.vanished >= 2;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_is_quoted_and_nul_is_refused() {
+        let mut out = String::new();
+        push_quoted("it's a \\ \n \u{1F512}", &mut out).unwrap();
+        assert_eq!(out, "E'it''s a \\\\ \n \u{1F512}'");
+        assert!(push_quoted("a\0b", &mut String::new()).is_err());
+    }
+
+    #[test]
+    fn a_call_is_by_name_or_written_out() {
+        let statement = Statement::new("x", &["text", "int8"], "SELECT $2, $1, $2".into());
+        let args = [Arg::Text("$1'"), Arg::Int(-7)];
+        let message = Message::new().raw("BEGIN").call(&statement, &args);
+        let by_name = message.text(false).unwrap();
+        assert_eq!(by_name, format!("BEGIN;EXECUTE {}(E'$1''',-7)", statement.name));
+        assert_eq!(message.text(true).unwrap(), "BEGIN;SELECT (-7)::int8, (E'$1''')::text, (-7)::int8");
+    }
+
+    #[test]
+    fn a_statement_name_tells_texts_apart_and_fits_an_identifier() {
+        let (a, b) =
+            (Statement::new("x", &[], "SELECT 1".into()), Statement::new("x", &[], "SELECT 2".into()));
+        assert_ne!(a.name, b.name);
+        assert!(a.name.len() < 63);
+    }
+
+    #[test]
+    fn vanished_statements_are_prepared_once_more_and_then_written_out() {
+        let statement = Statement::new("x", &[], "SELECT 1".into());
+        let mut memo = Memo::default();
+        memo.remember(&[&statement], None);
+        assert!(memo.missing(&[&statement]).is_empty());
+        memo.forget();
+        assert_eq!(memo.missing(&[&statement]).len(), 1);
+        assert!(!memo.plain);
+        memo.forget();
+        assert!(memo.plain);
+    }
+}
