@@ -9,8 +9,13 @@ use crate::cancel::{CancelToken, Subscription};
 #[derive(Clone)]
 pub(crate) struct Token {
     pub(crate) token: CancelToken,
-    /// Ties `token` to the second of the two it was made of.
-    _tie: Option<Arc<Subscription>>,
+    _tie: Option<Arc<Tie>>,
+}
+
+/// Ties a token to the second of the two it was made of, and keeps the ties of the first.
+struct Tie {
+    _second: Option<Subscription>,
+    _first: Option<Arc<Self>>,
 }
 
 impl Token {
@@ -27,8 +32,8 @@ impl Token {
         }
         let token = self.token.child();
         let child = token.clone();
-        let tie = other.subscribe(move || child.cancel());
-        Self { token, _tie: tie.map(Arc::new) }
+        let second = other.subscribe(move || child.cancel());
+        Self { token, _tie: Some(Arc::new(Tie { _second: second, _first: self._tie.clone() })) }
     }
 }
 
