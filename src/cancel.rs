@@ -38,8 +38,9 @@ struct Inner {
     fired: AtomicBool,
     hooks: Mutex<Hooks>,
     wake: Condvar,
-    /// Keeps the hook at the parent alive as long as the child.
-    _parent: Mutex<Option<Subscription>>,
+    /// Keeps the hook at the parent alive as long as the child, and the parent itself: it may be a
+    /// child that nobody else holds any more, and must still hand its own parent's signal on.
+    _parent: Mutex<Option<(Subscription, CancelToken)>>,
 }
 
 #[derive(Default)]
@@ -116,7 +117,8 @@ impl CancelToken {
                     Self(Some(inner)).cancel();
                 }
             });
-            *inner._parent.lock().unwrap_or_else(PoisonError::into_inner) = subscription;
+            *inner._parent.lock().unwrap_or_else(PoisonError::into_inner) =
+                subscription.map(|subscription| (subscription, self.clone()));
         }
         child
     }
@@ -212,6 +214,14 @@ mod tests {
         parent.cancel();
         assert!(second.is_cancelled());
         assert!(parent.child().is_cancelled(), "a child of a fired token is born fired");
+    }
+
+    #[test]
+    fn a_grandchild_outlives_the_child_between() {
+        let root = CancelToken::new();
+        let grandchild = root.child().child();
+        root.cancel();
+        assert!(grandchild.is_cancelled());
     }
 
     #[test]

@@ -3,6 +3,7 @@
 pub mod backend;
 mod cancel;
 mod error;
+mod lock;
 mod model;
 #[allow(dead_code)]
 mod postgres;
@@ -14,6 +15,10 @@ pub use backend::{
 };
 pub use cancel::CancelToken;
 pub use error::{ErrorCode, LockError, Result};
+pub use lock::{
+    Backoff, ClientSettings, CloseReport, DEFAULT_MAX_RETRIES, DEFAULT_RETRY_DELAY, DEFAULT_TIMEOUT,
+    DEFAULT_TTL, Heartbeat, Jitter, LockClient, LockGuard, LockOptions, ReleaseErrorContext, ReleaseSource,
+};
 pub use model::fence::{FENCE_MAX, FENCE_WARN, Fence};
 pub use model::hash::hash_key;
 pub use model::key::{

@@ -1,0 +1,319 @@
+//! Taking a lock: one attempt, and the one loop that waits.
+//!
+//! 1. Nothing waits past the deadline of the call: not the queue, not a pause, not an attempt.
+//! 2. Only the first of a key's waiters in this process asks the server (see the queue); the time
+//!    before costs no attempt.
+//! 3. The first attempt is made in full; later ones look first with one plain read.
+//! 4. Attempts follow the options' back-off. A release in this process ends the pause, and the
+//!    attempt it leads to is a gift: it counts neither as a retry nor does it prolong anything.
+//!    A wake-up from another process would call the same bed, with [`FREED`]. Wake-ups are latency,
+//!    never correctness.
+//! 5. What was granted and is not handed out is released by the worker: after too late an answer,
+//!    an unknown outcome, or a close meanwhile.
+//!
+//! `try_lock` does not queue and may overtake this process's waiters, as `try_lock` of a mutex does:
+//! its `None` always means that the server said so, and one attempt cannot starve a queue.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use crate::backend::{AcquireResult, Acquired, Attempt, ExtendOutcome};
+use crate::cancel::{CancelToken, Subscription};
+use crate::error::{ErrorCode, LockError, Result};
+use crate::lock::LockClient;
+use crate::lock::crew::{Deferred, Held};
+use crate::lock::engine::Engine;
+use crate::lock::guard::LockGuard;
+use crate::lock::lease::{Lease, TOLERANCE, Terms};
+use crate::lock::options::{Heartbeat, Plan};
+use crate::lock::queue::Ticket;
+use crate::lock::report::{ReleaseErrorContext, ReleaseSource};
+use crate::lock::wake::{FREED, LOOK, Registered};
+use crate::model::lock_id::LockId;
+use crate::model::time::Moment;
+
+/// One attempt.
+pub(super) fn try_lock(client: &LockClient, key: &Arc<str>, plan: &Plan) -> Result<Option<LockGuard>> {
+    let engine = client.engine();
+    let merged = client.token.and(&plan.cancel);
+    merged.token.check()?;
+    let _entered = engine.enter()?;
+    let end = engine.call_deadline(Moment::NEVER);
+    prepare(engine, plan, end, &merged.token)?;
+    attempt(client, key, plan, end, &merged.token)
+}
+
+/// Waits for the lock.
+pub(super) fn lock(client: &LockClient, key: &Arc<str>, plan: &Plan) -> Result<LockGuard> {
+    let engine = client.engine();
+    let start = engine.clock.now();
+    let end = plan.timeout.map_or(Moment::NEVER, |timeout| start.after(timeout));
+    let merged = client.token.and(&plan.cancel);
+    merged.token.check()?;
+    let _entered = engine.enter()?;
+    prepare(engine, plan, end, &merged.token)?;
+    let ticket = engine.queue.join(key);
+    let mut wait = Waiter { engine, token: &merged.token, ticket, bed: None, end, start, attempts: 0 };
+    wait.run(client, key, plan)
+}
+
+/// What must be there before the first lease: threads that look after it, and a way to renew it.
+fn prepare(engine: &Arc<Engine>, plan: &Plan, end: Moment, token: &CancelToken) -> Result<()> {
+    engine.start()?;
+    if plan.heartbeat == Heartbeat::Off { Ok(()) } else { engine.reserve(end, token) }
+}
+
+struct Waiter<'a> {
+    engine: &'a Arc<Engine>,
+    token: &'a CancelToken,
+    ticket: Ticket,
+    /// Where close and cancel find this waiter; made when it first sleeps.
+    bed: Option<(Registered, Option<Subscription>)>,
+    end: Moment,
+    start: Moment,
+    attempts: u64,
+}
+
+impl Waiter<'_> {
+    fn run(&mut self, client: &LockClient, key: &Arc<str>, plan: &Plan) -> Result<LockGuard> {
+        let mut look = false;
+        while !self.ticket.is_first() {
+            // Whoever was before us most likely holds the key now.
+            look = true;
+            self.sleep(Moment::NEVER)?;
+        }
+        let mut turn = 0;
+        loop {
+            turn += 1;
+            if let Some(guard) = self.ask(client, key, plan, look)? {
+                return Ok(guard);
+            }
+            look = true;
+            if turn >= plan.max_attempts {
+                return Err(self.timed_out(None));
+            }
+            let pause_end = self.engine.clock.now().after(plan.delays.draw(turn));
+            while self.engine.clock.now() < pause_end {
+                if self.sleep(pause_end)? & FREED != 0 {
+                    if let Some(guard) = self.ask(client, key, plan, false)? {
+                        return Ok(guard);
+                    }
+                }
+            }
+        }
+    }
+
+    /// One attempt, after a look if asked for.
+    fn ask(
+        &mut self,
+        client: &LockClient,
+        key: &Arc<str>,
+        plan: &Plan,
+        look: bool,
+    ) -> Result<Option<LockGuard>> {
+        self.check()?;
+        let contended = self.attempts > 0;
+        self.attempts += 1;
+        let engine = self.engine;
+        let free = !look
+            || match engine.backend.peek(key, engine.call_deadline(self.end), self.token) {
+                Ok(locked) => !locked,
+                Err(error) => {
+                    return self.forgive(error.with_key(&**key), contended).map(|()| None);
+                }
+            };
+        if !free {
+            return Ok(None);
+        }
+        match attempt(client, key, plan, self.end, self.token) {
+            Ok(guard) => Ok(guard),
+            Err(error) => self.forgive(error, contended).map(|()| None),
+        }
+    }
+
+    /// Contention is waited out. A call that was cut short by our own deadline, after the key was
+    /// seen taken, is the time-out of the whole. Everything else is the caller's.
+    fn forgive(&self, error: LockError, contended: bool) -> Result<()> {
+        if error.is_contention() {
+            return Ok(());
+        }
+        let ours = contended && self.engine.clock.now() >= self.end && !error.is_outcome_unknown();
+        if ours && error.code() == ErrorCode::NetworkTimeout {
+            return Err(self.timed_out(Some(error)));
+        }
+        Err(error)
+    }
+
+    /// Sleeps until a call, or that moment; an error if the wait as a whole is over.
+    fn sleep(&mut self, until: Moment) -> Result<u8> {
+        if self.bed.is_none() {
+            let wake = Arc::clone(self.ticket.wake());
+            let registered = self.engine.sleepers.add(&wake);
+            self.bed = Some((registered, self.token.subscribe(move || wake.call(LOOK))));
+        }
+        self.check()?;
+        let calls = self.ticket.wake().sleep_until(&self.engine.clock, until.min(self.end));
+        self.check()?;
+        Ok(calls)
+    }
+
+    fn check(&self) -> Result<()> {
+        self.token.check()?;
+        self.engine.check_open()?;
+        if self.engine.clock.now() >= self.end { Err(self.timed_out(None)) } else { Ok(()) }
+    }
+
+    fn timed_out(&self, cause: Option<LockError>) -> LockError {
+        let waited = self.engine.clock.now().since(self.start).as_secs_f64();
+        let error = LockError::new(ErrorCode::AcquisitionTimeout).with_message(match self.attempts {
+            0 => format!(
+                "the key was not free within {waited:.3} s: no attempt was made, other threads of this process were before us; raise timeout, or hold the lock for less time"
+            ),
+            1 => format!(
+                "the key was not free within {waited:.3} s, at 1 attempt: raise timeout or max_retries, or hold the lock for less time"
+            ),
+            n => format!(
+                "the key was not free within {waited:.3} s, at {n} attempts: raise timeout or max_retries, or hold the lock for less time"
+            ),
+        });
+        match cause {
+            Some(cause) => error.with_source(cause),
+            None => error,
+        }
+    }
+}
+
+/// Asks the server once, by `end` at the latest. `None` if somebody else holds the key.
+fn attempt(
+    client: &LockClient,
+    key: &Arc<str>,
+    plan: &Plan,
+    end: Moment,
+    token: &CancelToken,
+) -> Result<Option<LockGuard>> {
+    let engine = client.engine();
+    let sent = engine.clock.now();
+    let granted = match request(engine, key, plan.ttl, end, token) {
+        Ok(AcquireResult::Acquired(granted)) => granted,
+        Ok(AcquireResult::Locked) => return Ok(None),
+        Err(error) if error.is_contention() && !error.is_outcome_unknown() => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    let Some((sent, granted)) = fresh(engine, key, plan.ttl, end, sent, granted) else { return Ok(None) };
+    let now = engine.clock.now();
+    let held = Arc::new(Held {
+        id: engine.crew.next_guard(),
+        key: Arc::clone(key),
+        lock_id: granted.lock_id.into_boxed_str(),
+        fence: granted.fence,
+        keep_until: now.after(plan.min_hold),
+        lease: Mutex::new(Lease::new(&Terms {
+            sent,
+            ttl: plan.ttl,
+            expires_at_ms: granted.expires_at_ms,
+            heartbeat: plan.heartbeat,
+            hold_until: plan.max_hold.map_or(Moment::NEVER, |max| now.after(max)),
+            grace: engine.backend.operation_timeout().saturating_mul(2),
+        })),
+        lost: CancelToken::new(),
+        on_lost: plan.on_lost.clone(),
+        on_release_error: plan.on_release_error.clone().or_else(|| engine.on_release_error.clone()),
+    });
+    if !engine.crew.enlist(&held) {
+        let over_at = now.after(plan.ttl).after(TOLERANCE);
+        abandon(engine, unheld(engine, key, &held.lock_id, over_at));
+        engine.check_open()?;
+    }
+    Ok(Some(LockGuard::new(Arc::clone(&client.handle), held)))
+}
+
+/// One acquire under an id of our own. After an unknown outcome the error carries that id, and the
+/// worker releases it until the lease is surely over.
+pub(super) fn request(
+    engine: &Arc<Engine>,
+    key: &str,
+    ttl: Duration,
+    end: Moment,
+    token: &CancelToken,
+) -> Result<AcquireResult> {
+    let lock_id = LockId::generate()?;
+    let deadline = engine.call_deadline(end);
+    let attempt = Attempt { key, lock_id: lock_id.as_str(), ttl, deadline };
+    engine.backend.attempt(&attempt, token).map_err(|error| {
+        let mut error = error.with_key(key);
+        if error.lock_id().is_none() {
+            error = error.with_lock_id(lock_id.as_str());
+        }
+        if error.is_outcome_unknown() {
+            let id = error.lock_id().unwrap_or(lock_id.as_str());
+            let over_at = engine.clock.now().after(ttl).after(TOLERANCE);
+            let mut deferred = unheld(engine, key, id, over_at);
+            deferred.may_arrive = true;
+            // For a single acquire this is the first time that a thread is needed. Without one the
+            // error still says what may be held, and until when.
+            if engine.start().is_ok() {
+                abandon(engine, deferred);
+            }
+        }
+        error
+    })
+}
+
+/// The grant, if at least half of its time is left; otherwise what one extend makes of it. A lease
+/// that is not surely held is let go, and counts as contention.
+fn fresh(
+    engine: &Arc<Engine>,
+    key: &str,
+    ttl: Duration,
+    end: Moment,
+    sent: Moment,
+    mut granted: Acquired,
+) -> Option<(Moment, Acquired)> {
+    let now = engine.clock.now();
+    if sent.after(ttl).since(now) >= ttl / 2 {
+        return Some((sent, granted));
+    }
+    let never = CancelToken::never();
+    let answer = engine.backend.extend_by(&granted.lock_id, ttl, engine.call_deadline(end), &never);
+    let late = engine.clock.now() >= now.after(ttl);
+    match answer {
+        Ok(ExtendOutcome::Extended { expires_at_ms }) if !late => {
+            granted.expires_at_ms = expires_at_ms;
+            Some((now, granted))
+        }
+        Ok(ExtendOutcome::NotHeld(_)) => None,
+        Ok(ExtendOutcome::Extended { .. }) | Err(_) => {
+            let over_at = engine.clock.now().after(ttl).after(TOLERANCE);
+            abandon(engine, unheld(engine, key, &granted.lock_id, over_at));
+            None
+        }
+    }
+}
+
+/// A lease that nobody has a guard for.
+fn unheld(engine: &Engine, key: &str, lock_id: &str, over_at: Moment) -> Deferred {
+    Deferred {
+        context: ReleaseErrorContext {
+            key: key.to_owned(),
+            lock_id: lock_id.to_owned(),
+            source: ReleaseSource::Worker,
+        },
+        handler: engine.on_release_error.clone(),
+        keep_until: engine.clock.now(),
+        lease_end: over_at,
+        over_at,
+        may_arrive: false,
+        told: false,
+        tries: 0,
+        last_error: None,
+    }
+}
+
+/// Leaves a lease to the worker, or, where there is none any more, lets it go here.
+fn abandon(engine: &Engine, deferred: Deferred) {
+    if let Err(deferred) = engine.crew.defer(engine.clock.now(), deferred) {
+        let deadline = engine.clock.now().after(engine.dispose_timeout);
+        // The client is closed and its handlers with it; the lease ends by itself.
+        let _ = engine.backend.release_by(&deferred.context.lock_id, deadline);
+    }
+}

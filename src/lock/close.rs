@@ -1,0 +1,185 @@
+//! The orderly end of a client.
+
+use std::sync::Arc;
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use crate::backend::LostReason;
+use crate::lock::crew::Deferred;
+use crate::lock::engine::{Engine, in_async_runtime};
+use crate::lock::report::{ReleaseSource, quietly};
+use crate::lock::wake::{LOOK, guard};
+use crate::lock::worker;
+use crate::model::time::Moment;
+
+/// What closing a client did with the leases it had.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct CloseReport {
+    /// Leases that were let go.
+    pub released: usize,
+    /// Leases that were not held any more: expired, taken over, or never granted.
+    pub not_held: usize,
+    /// Leases whose release failed until their time was over.
+    pub failed: usize,
+    /// Leases whose release was still being tried at the deadline: they stay held until their ttl
+    /// is over.
+    pub pending: usize,
+    /// Calls to `lock` and its kin that had not come back at the deadline.
+    pub calls: usize,
+    /// Whether both background threads had ended.
+    pub threads_ended: bool,
+}
+
+impl CloseReport {
+    /// Whether nothing of this client is left: no lease, no call, no thread.
+    #[must_use]
+    pub fn is_clean(&self) -> bool {
+        self.failed == 0 && self.pending == 0 && self.calls == 0 && self.threads_ended
+    }
+}
+
+/// Closes the engine within `limit`, by the system's clock whatever the backend's is.
+pub(super) fn close(engine: &Arc<Engine>, limit: Duration) -> CloseReport {
+    // A limit beyond what an Instant can hold is no limit that anybody would live to see.
+    let start = Instant::now();
+    let end = start.checked_add(limit).unwrap_or(start + Duration::from_secs(1_000_000_000));
+    let before = guard(&engine.crew.desk).tally;
+    let first = !engine.closed.swap(true, Ordering::SeqCst);
+    engine.sleepers.call_all();
+    let dismissed = dismiss_guards(engine);
+    let on_worker = engine.on_worker_thread();
+    let calls = !engine.wait_for_calls(end);
+    // What could be handed to nobody is released by nobody: only after an earlier close gave up.
+    hurry(engine);
+    if on_worker {
+        worker::drain(engine, || Instant::now() < end);
+    } else {
+        wait_until_settled(engine, end);
+    }
+    let mut report = end_threads(engine, end, on_worker, first);
+    report.released = report.released.saturating_sub(before.released);
+    report.not_held = report.not_held.saturating_sub(before.not_held);
+    report.failed = report.failed.saturating_sub(before.failed);
+    report.pending += dismissed;
+    report.calls = usize::from(calls);
+    report
+}
+
+/// Tells every holder, and hands every lease to the worker. Returns how many it could not take.
+fn dismiss_guards(engine: &Engine) -> usize {
+    let guards = {
+        let mut watch = guard(&engine.crew.watch);
+        watch.closed = true;
+        std::mem::take(&mut watch.guards)
+    };
+    let now = engine.clock.now();
+    let mut refused = 0;
+    for held in guards.into_values() {
+        let (lost, ended, over_at, lease_end) = {
+            let mut lease = guard(&held.lease);
+            let lost = lease.lose(LostReason::Closed);
+            (lost, lease.end_now(), lease.surely_over(now), lease.end())
+        };
+        engine.crew.dismiss(&held);
+        if let Some(reason) = lost {
+            engine.crew.tell_lost(&held, reason);
+        }
+        if ended {
+            let mut deferred = Deferred::of(&held, ReleaseSource::Worker, over_at, lease_end);
+            deferred.handler = deferred.handler.or_else(|| engine.on_release_error.clone());
+            refused += usize::from(engine.crew.defer(now, deferred).is_err());
+        }
+    }
+    refused
+}
+
+/// From here on leases that are kept for their `min_hold` are cut to it, instead of waited for.
+fn hurry(engine: &Engine) {
+    let mut desk = guard(&engine.crew.desk);
+    desk.ending = Some(engine.clock.now());
+    let kept: Vec<_> = std::iter::from_fn(|| desk.deferred.pop(Moment::NEVER)).collect();
+    let now = engine.clock.now();
+    for (id, deferred) in kept {
+        desk.deferred.put(id, now, deferred);
+    }
+    drop(desk);
+    engine.crew.desk_wake.call(LOOK);
+}
+
+/// Waits until the worker has nothing left to release.
+fn wait_until_settled(engine: &Engine, end: Instant) {
+    let mut desk = guard(&engine.crew.desk);
+    while !desk.gone && (!desk.deferred.is_empty() || desk.in_hand > 0) {
+        let rest = end.saturating_duration_since(Instant::now());
+        if rest.is_zero() {
+            return;
+        }
+        desk = engine.crew.progress.wait_timeout(desk, rest).unwrap_or_else(PoisonError::into_inner).0;
+    }
+}
+
+fn end_threads(engine: &Arc<Engine>, end: Instant, on_worker: bool, first: bool) -> CloseReport {
+    let worker_runs = {
+        let mut threads = guard(&engine.threads);
+        threads.over = true;
+        threads.worker.is_some()
+    };
+    guard(&engine.crew.watch).ending = true;
+    engine.crew.watch_wake.call(LOOK);
+    let mut report = {
+        let mut desk = guard(&engine.crew.desk);
+        desk.ending.get_or_insert(engine.clock.now());
+        let mut report = desk.tally;
+        report.pending = desk.deferred.len() + desk.in_hand;
+        desk.abandoned = report.pending > 0;
+        report
+    };
+    engine.crew.desk_wake.call(LOOK);
+    if !worker_runs {
+        if first {
+            close_backend(engine);
+        }
+        report.threads_ended = true;
+        return report;
+    }
+    report.threads_ended = !on_worker && join(engine, end);
+    report
+}
+
+/// Waits for the two threads, and a moment longer than asked: they have nothing left to do.
+fn join(engine: &Engine, end: Instant) -> bool {
+    let end = end.max(Instant::now() + Duration::from_millis(50));
+    let mut running = guard(&engine.crew.running);
+    while *running > 0 {
+        let rest = end.saturating_duration_since(Instant::now());
+        if rest.is_zero() {
+            return false;
+        }
+        running = engine.crew.ended.wait_timeout(running, rest).unwrap_or_else(PoisonError::into_inner).0;
+    }
+    drop(running);
+    let (timer, worker) = {
+        let mut threads = guard(&engine.threads);
+        (threads.timer.take(), threads.worker.take())
+    };
+    for thread in [timer, worker].into_iter().flatten() {
+        // They catch every panic; and a panic of theirs would not be the caller's.
+        let _ = thread.join();
+    }
+    true
+}
+
+/// Closes the backend where no worker does it, and never inside an async runtime.
+fn close_backend(engine: &Arc<Engine>) {
+    if !in_async_runtime() {
+        quietly(|| engine.backend.close());
+        return;
+    }
+    let engine = Arc::clone(engine);
+    // Without a thread the backend's idle resources stay until it is dropped.
+    let _ = std::thread::Builder::new().name("syncguard-close".to_owned()).spawn(move || {
+        quietly(|| engine.backend.close());
+    });
+}

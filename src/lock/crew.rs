@@ -1,0 +1,294 @@
+//! What the two background threads share with everybody else: no backend in here, so that the
+//! timer never keeps one alive and never drops one.
+//!
+//! Locks are taken in this order: a lease, then the watch *or* the desk. Neither is held while
+//! foreign code runs or a backend is asked.
+
+use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::sync::{Arc, Condvar, Mutex};
+
+use crate::backend::{Acquired, LostReason};
+use crate::cancel::CancelToken;
+use crate::error::LockError;
+use crate::lock::close::CloseReport;
+use crate::lock::lease::Lease;
+use crate::lock::options::OnLost;
+use crate::lock::report::{OnReleaseError, ReleaseErrorContext, ReleaseSource};
+use crate::lock::wake::{LOOK, Wake, guard};
+use crate::model::fence::Fence;
+use crate::model::time::Moment;
+
+/// One guard's lease, shared between the guard and the threads that look after it.
+pub(super) struct Held {
+    pub(super) id: u64,
+    pub(super) key: Arc<str>,
+    pub(super) lock_id: Box<str>,
+    pub(super) fence: Fence,
+    /// The end of `min_hold`.
+    pub(super) keep_until: Moment,
+    pub(super) lease: Mutex<Lease>,
+    pub(super) lost: CancelToken,
+    pub(super) on_lost: Option<OnLost>,
+    pub(super) on_release_error: Option<OnReleaseError>,
+}
+
+impl Held {
+    /// The grant as it stands now.
+    pub(super) fn grant(&self) -> Acquired {
+        Acquired {
+            lock_id: self.lock_id.to_string(),
+            fence: self.fence,
+            expires_at_ms: guard(&self.lease).expires_at_ms(),
+        }
+    }
+}
+
+/// A lease that is to be let go in the background.
+pub(super) struct Deferred {
+    pub(super) context: ReleaseErrorContext,
+    pub(super) handler: Option<OnReleaseError>,
+    /// The end of `min_hold`: until then the lease is kept.
+    pub(super) keep_until: Moment,
+    /// When the server's lease ends at the earliest.
+    pub(super) lease_end: Moment,
+    /// When the server's lease is over, whatever happens.
+    pub(super) over_at: Moment,
+    /// Whether the request that takes the lease may still arrive, so that "not held" means nothing.
+    pub(super) may_arrive: bool,
+    /// Whether the failure has been told to somebody.
+    pub(super) told: bool,
+    pub(super) tries: u32,
+    pub(super) last_error: Option<LockError>,
+}
+
+/// Foreign code, for the worker to run when nothing else is to be done.
+pub(super) enum Call {
+    Lost(Arc<Held>, LostReason),
+    ReleaseFailed(Option<OnReleaseError>, LockError, ReleaseErrorContext),
+    /// Values of the caller's that must not be dropped on the timer.
+    Drop(Held),
+}
+
+/// Things by the time they are due; one entry per id.
+pub(super) struct Schedule<T> {
+    order: BTreeSet<(Moment, u64)>,
+    items: HashMap<u64, (Moment, T)>,
+}
+
+impl<T> Default for Schedule<T> {
+    fn default() -> Self {
+        Self { order: BTreeSet::new(), items: HashMap::new() }
+    }
+}
+
+impl<T> Schedule<T> {
+    pub(super) fn put(&mut self, id: u64, at: Moment, item: T) -> Option<T> {
+        let old = self.remove(id);
+        self.order.insert((at, id));
+        self.items.insert(id, (at, item));
+        old
+    }
+
+    pub(super) fn remove(&mut self, id: u64) -> Option<T> {
+        let (at, item) = self.items.remove(&id)?;
+        self.order.remove(&(at, id));
+        Some(item)
+    }
+
+    /// When the first thing is due; never, if there is none.
+    pub(super) fn next(&self) -> Moment {
+        self.order.first().map_or(Moment::NEVER, |(at, _)| *at)
+    }
+
+    /// Takes the first thing that is due at `now`.
+    pub(super) fn pop(&mut self, now: Moment) -> Option<(u64, T)> {
+        let (at, id) = *self.order.first()?;
+        if at > now {
+            return None;
+        }
+        self.remove(id).map(|item| (id, item))
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.items.len()
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.items.is_empty()
+    }
+}
+
+/// The timer's side: all guards, by the time at which they are lost.
+#[derive(Default)]
+pub(super) struct Watch {
+    pub(super) guards: HashMap<u64, Arc<Held>>,
+    pub(super) deadlines: Schedule<Arc<Held>>,
+    pub(super) next_id: u64,
+    pub(super) closed: bool,
+    pub(super) ending: bool,
+    pub(super) asleep_until: Option<Moment>,
+}
+
+/// The worker's side: what is to be done, most urgent first.
+#[derive(Default)]
+pub(super) struct Desk {
+    pub(super) renewals: Schedule<Arc<Held>>,
+    pub(super) deferred: Schedule<Deferred>,
+    pub(super) calls: VecDeque<Call>,
+    pub(super) next_id: u64,
+    /// Deferred releases that are being tried right now.
+    pub(super) in_hand: usize,
+    /// No new work comes; since when.
+    pub(super) ending: Option<Moment>,
+    /// What is left is given up.
+    pub(super) abandoned: bool,
+    /// The worker is gone: nothing that is put here is ever looked at.
+    pub(super) gone: bool,
+    pub(super) asleep_until: Option<Moment>,
+    /// What became of deferred releases.
+    pub(super) tally: CloseReport,
+}
+
+/// See the module.
+#[derive(Default)]
+pub(super) struct Crew {
+    pub(super) watch: Mutex<Watch>,
+    pub(super) watch_wake: Arc<Wake>,
+    pub(super) desk: Mutex<Desk>,
+    pub(super) desk_wake: Arc<Wake>,
+    /// Rings when deferred work was done or a thread has ended.
+    pub(super) progress: Condvar,
+    /// How many of the two threads are running; the condition's other half is `desk`.
+    pub(super) running: Mutex<usize>,
+    pub(super) ended: Condvar,
+}
+
+impl Crew {
+    /// A number for a new guard.
+    pub(super) fn next_guard(&self) -> u64 {
+        let mut watch = guard(&self.watch);
+        watch.next_id += 1;
+        watch.next_id
+    }
+
+    /// Takes a guard into the crew's care. `false` if the client was closed.
+    pub(super) fn enlist(&self, held: &Arc<Held>) -> bool {
+        let lease = guard(&held.lease);
+        {
+            let mut watch = guard(&self.watch);
+            if watch.closed {
+                return false;
+            }
+            watch.guards.insert(held.id, Arc::clone(held));
+        }
+        self.arm(held, &lease);
+        true
+    }
+
+    /// Puts the lease's next deadline and renewal where the threads find them. `lease` is the
+    /// locked lease of `held`, so that a guard that ends meanwhile is not put back.
+    pub(super) fn arm(&self, held: &Arc<Held>, lease: &Lease) {
+        if lease.is_ended() || lease.lost().is_some() {
+            return;
+        }
+        let end = lease.end();
+        let call = {
+            let mut watch = guard(&self.watch);
+            let old = watch.deadlines.put(held.id, end, Arc::clone(held));
+            debug_assert!(old.is_none_or(|old| Arc::ptr_eq(&old, held)));
+            watch.asleep_until.is_some_and(|until| end < until)
+        };
+        if call {
+            self.watch_wake.call(LOOK);
+        }
+        self.arm_renewal(held, lease);
+    }
+
+    /// The renewal's half of [`Crew::arm`].
+    pub(super) fn arm_renewal(&self, held: &Arc<Held>, lease: &Lease) {
+        let next = lease.next_renewal();
+        if next.is_never() {
+            return;
+        }
+        let call = {
+            let mut desk = guard(&self.desk);
+            desk.renewals.put(held.id, next, Arc::clone(held));
+            desk.asleep_until.is_some_and(|until| next < until)
+        };
+        if call {
+            self.desk_wake.call(LOOK);
+        }
+    }
+
+    /// Takes a guard that has ended out of the crew's care.
+    pub(super) fn dismiss(&self, held: &Held) {
+        let gone = {
+            let mut watch = guard(&self.watch);
+            (watch.guards.remove(&held.id), watch.deadlines.remove(held.id))
+        };
+        let renewal = guard(&self.desk).renewals.remove(held.id);
+        drop((gone, renewal));
+    }
+
+    /// Tells a holder that its lease is lost. The lease is marked as lost, and not locked.
+    pub(super) fn tell_lost(&self, held: &Arc<Held>, reason: LostReason) {
+        let deadline = guard(&self.watch).deadlines.remove(held.id);
+        let renewal = guard(&self.desk).renewals.remove(held.id);
+        held.lost.cancel();
+        if held.on_lost.is_some() {
+            self.call(Call::Lost(Arc::clone(held), reason));
+        }
+        drop((deadline, renewal));
+    }
+
+    /// Leaves foreign code to the worker.
+    pub(super) fn call(&self, call: Call) {
+        {
+            let mut desk = guard(&self.desk);
+            if desk.gone {
+                // Dropped below, after the lock: it is foreign code.
+                drop(desk);
+                return;
+            }
+            desk.calls.push_back(call);
+        }
+        self.desk_wake.call(LOOK);
+    }
+
+    /// Leaves a release to the worker, to be looked at no sooner than `at`. Given back if the
+    /// worker is gone.
+    pub(super) fn defer(&self, at: Moment, deferred: Deferred) -> Result<(), Box<Deferred>> {
+        {
+            let mut desk = guard(&self.desk);
+            if desk.gone {
+                return Err(Box::new(deferred));
+            }
+            let id = desk.next_id;
+            desk.next_id += 1;
+            desk.deferred.put(id, at, deferred);
+        }
+        self.desk_wake.call(LOOK);
+        Ok(())
+    }
+}
+
+impl Deferred {
+    /// The release of a guard's lease.
+    pub(super) fn of(held: &Held, source: ReleaseSource, over_at: Moment, lease_end: Moment) -> Self {
+        Self {
+            context: ReleaseErrorContext {
+                key: held.key.to_string(),
+                lock_id: held.lock_id.to_string(),
+                source,
+            },
+            handler: held.on_release_error.clone(),
+            keep_until: held.keep_until,
+            lease_end,
+            over_at,
+            may_arrive: false,
+            told: false,
+            tries: 0,
+            last_error: None,
+        }
+    }
+}

@@ -1,0 +1,314 @@
+//! The engine of a client: the backend, the queue, the two threads, and how all of it ends.
+//!
+//! Who keeps what alive: clients and guards share a [`Handle`]; the last handle ends the engine. The
+//! worker holds the engine, the timer only the crew, so the backend is dropped by the worker or by
+//! whoever holds the last handle; never inside an async runtime, where drivers panic.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::{self, ThreadId};
+use std::time::{Duration, Instant};
+
+use crate::backend::LockBackend;
+use crate::cancel::CancelToken;
+use crate::error::{ErrorCode, LockError, Result};
+use crate::lock::crew::Crew;
+use crate::lock::queue::Queue;
+use crate::lock::report::OnReleaseError;
+use crate::lock::wake::{LOOK, Sleepers, guard};
+use crate::lock::{timer, worker};
+use crate::model::time::{Clock, Moment};
+
+pub(super) struct Engine {
+    pub(super) backend: Arc<dyn LockBackend>,
+    pub(super) clock: Clock,
+    pub(super) dispose_timeout: Duration,
+    pub(super) on_release_error: Option<OnReleaseError>,
+    pub(super) queue: Arc<Queue>,
+    pub(super) sleepers: Arc<Sleepers>,
+    pub(super) crew: Arc<Crew>,
+    pub(super) closed: AtomicBool,
+    started: AtomicBool,
+    pub(super) threads: Arc<Mutex<Threads>>,
+    reserved: Mutex<Reserved>,
+    reserving: Condvar,
+    /// Calls that may come back with a lease.
+    calls: Mutex<usize>,
+    calls_done: Condvar,
+}
+
+#[derive(Default)]
+pub(super) struct Threads {
+    pub(super) timer: Option<thread::JoinHandle<()>>,
+    pub(super) worker: Option<thread::JoinHandle<()>>,
+    pub(super) worker_id: Option<ThreadId>,
+    /// The engine has ended: no thread is started any more.
+    pub(super) over: bool,
+    /// The last handle's engine, for the worker to drop.
+    pub(super) last: Option<Arc<Engine>>,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Reserved {
+    No,
+    Asking,
+    Yes,
+}
+
+impl Engine {
+    pub(super) fn new(
+        backend: Arc<dyn LockBackend>,
+        dispose_timeout: Duration,
+        on_release_error: Option<OnReleaseError>,
+    ) -> Arc<Self> {
+        let clock = backend.clock();
+        let crew = Arc::new(Crew::default());
+        let sleepers = Arc::new(Sleepers::default());
+        if clock.is_manual() {
+            let (crew, sleepers) = (Arc::downgrade(&crew), Arc::downgrade(&sleepers));
+            clock.on_advance(move || {
+                if let Some(crew) = crew.upgrade() {
+                    crew.watch_wake.call(LOOK);
+                    crew.desk_wake.call(LOOK);
+                }
+                if let Some(sleepers) = sleepers.upgrade() {
+                    sleepers.call_all();
+                }
+            });
+        }
+        Arc::new(Self {
+            backend,
+            clock,
+            dispose_timeout,
+            on_release_error,
+            queue: Arc::default(),
+            sleepers,
+            crew,
+            closed: AtomicBool::new(false),
+            started: AtomicBool::new(false),
+            threads: Arc::default(),
+            reserved: Mutex::new(Reserved::No),
+            reserving: Condvar::new(),
+            calls: Mutex::new(0),
+            calls_done: Condvar::new(),
+        })
+    }
+
+    pub(super) fn check_open(&self) -> Result<()> {
+        if self.closed.load(Ordering::SeqCst) {
+            return Err(LockError::new(ErrorCode::Aborted).with_message("the client is closed"));
+        }
+        Ok(())
+    }
+
+    /// Now plus the operation timeout, but no later than `end`.
+    pub(super) fn call_deadline(&self, end: Moment) -> Moment {
+        self.clock.now().after(self.backend.operation_timeout()).min(end)
+    }
+
+    /// Notes a call that may come back with a lease; closing waits for it.
+    pub(super) fn enter(&self) -> Result<Entered<'_>> {
+        *guard(&self.calls) += 1;
+        let entered = Entered(self);
+        self.check_open().map(|()| entered)
+    }
+
+    /// Waits until no call is under way. Whether that was so in time.
+    pub(super) fn wait_for_calls(&self, end: Instant) -> bool {
+        let mut calls = guard(&self.calls);
+        while *calls > 0 {
+            let rest = end.saturating_duration_since(Instant::now());
+            if rest.is_zero() {
+                return false;
+            }
+            calls = self.calls_done.wait_timeout(calls, rest).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        true
+    }
+
+    /// Starts the two threads, once.
+    pub(super) fn start(self: &Arc<Self>) -> Result<()> {
+        if self.started.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let mut threads = guard(&self.threads);
+        if threads.over {
+            return Err(LockError::new(ErrorCode::Aborted).with_message("the client is closed"));
+        }
+        let failed = |cause| {
+            LockError::new(ErrorCode::Internal)
+                .with_message("the system gave no thread to look after the lock with: nothing was locked")
+                .with_source(cause)
+        };
+        if threads.timer.is_none() {
+            let (crew, clock) = (Arc::clone(&self.crew), self.clock.clone());
+            let running = Running::begin(&crew);
+            let timer = thread::Builder::new().name("syncguard-timer".to_owned());
+            threads.timer = Some(
+                timer
+                    .spawn(move || {
+                        timer::run(&crew, &clock);
+                        drop(running);
+                    })
+                    .map_err(failed)?,
+            );
+        }
+        if threads.worker.is_none() {
+            let engine = Arc::clone(self);
+            let running = Running::begin(&self.crew);
+            let worker = thread::Builder::new().name("syncguard-worker".to_owned());
+            let handle = worker
+                .spawn(move || {
+                    worker::run(engine);
+                    drop(running);
+                })
+                .map_err(failed)?;
+            threads.worker_id = Some(handle.thread().id());
+            threads.worker = Some(handle);
+        }
+        self.started.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    pub(super) fn on_worker_thread(&self) -> bool {
+        guard(&self.threads).worker_id == Some(thread::current().id())
+    }
+
+    /// Has the backend keep a resource free for renewals, once. Others who need it wait for the
+    /// answer, within their own time.
+    pub(super) fn reserve(&self, end: Moment, cancel: &CancelToken) -> Result<()> {
+        let mut state = guard(&self.reserved);
+        loop {
+            match *state {
+                Reserved::Yes => return Ok(()),
+                Reserved::No => break,
+                Reserved::Asking => {
+                    cancel.check()?;
+                    self.check_open()?;
+                    if self.clock.now() >= end {
+                        return Err(LockError::new(ErrorCode::NetworkTimeout)
+                            .with_message("preparing for renewals took too long: nothing was locked"));
+                    }
+                    // A rare wait, at most once in a client's life: a look now and then will do.
+                    let pause = Duration::from_millis(20);
+                    state =
+                        self.reserving.wait_timeout(state, pause).unwrap_or_else(PoisonError::into_inner).0;
+                }
+            }
+        }
+        *state = Reserved::Asking;
+        drop(state);
+        let mut answer = ReserveAnswer { engine: self, granted: false };
+        let result = self.backend.reserve_renewals();
+        answer.granted = result.is_ok();
+        drop(answer);
+        result
+    }
+}
+
+/// Writes the answer down also when the backend panicked.
+struct ReserveAnswer<'a> {
+    engine: &'a Engine,
+    granted: bool,
+}
+
+impl Drop for ReserveAnswer<'_> {
+    fn drop(&mut self) {
+        *guard(&self.engine.reserved) = if self.granted { Reserved::Yes } else { Reserved::No };
+        self.engine.reserving.notify_all();
+    }
+}
+
+/// A call that may come back with a lease.
+pub(super) struct Entered<'a>(&'a Engine);
+
+impl Drop for Entered<'_> {
+    fn drop(&mut self) {
+        let mut calls = guard(&self.0.calls);
+        *calls -= 1;
+        if *calls == 0 {
+            self.0.calls_done.notify_all();
+        }
+    }
+}
+
+/// Counts a running thread.
+struct Running(Arc<Crew>);
+
+impl Running {
+    fn begin(crew: &Arc<Crew>) -> Self {
+        *guard(&crew.running) += 1;
+        Self(Arc::clone(crew))
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        *guard(&self.0.running) -= 1;
+        self.0.ended.notify_all();
+    }
+}
+
+/// What clients and guards share. The last one ends the engine.
+pub(super) struct Handle(Option<Arc<Engine>>);
+
+impl Handle {
+    pub(super) fn new(engine: Arc<Engine>) -> Self {
+        Self(Some(engine))
+    }
+
+    pub(super) fn engine(&self) -> &Arc<Engine> {
+        match &self.0 {
+            Some(engine) => engine,
+            // Only `drop` takes it out.
+            None => unreachable!("a handle has its engine until it is dropped"),
+        }
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        let Some(engine) = self.0.take() else { return };
+        let crew = Arc::clone(&engine.crew);
+        let now = engine.clock.now();
+        let threads = Arc::clone(&engine.threads);
+        guard(&crew.watch).ending = true;
+        crew.watch_wake.call(LOOK);
+        let mut state = guard(&threads);
+        state.over = true;
+        // The worker takes the engine out, under the same lock, after it has declared itself gone.
+        if state.worker.is_some() && !guard(&crew.desk).gone {
+            // Moved, not cloned: a reference of our own could outlive the worker's.
+            state.last = Some(engine);
+            drop(state);
+            guard(&crew.desk).ending.get_or_insert(now);
+            crew.desk_wake.call(LOOK);
+        } else {
+            drop(state);
+            drop_backend(engine);
+        }
+    }
+}
+
+/// Drops the engine here, or, inside an async runtime, on a thread of its own.
+fn drop_backend(engine: Arc<Engine>) {
+    if !in_async_runtime() {
+        drop(engine);
+        return;
+    }
+    let slot = Arc::new(Mutex::new(Some(engine)));
+    let there = Arc::clone(&slot);
+    let spawned = thread::Builder::new().name("syncguard-close".to_owned()).spawn(move || {
+        let engine = guard(&there).take();
+        drop(engine);
+    });
+    if spawned.is_err() {
+        // No thread to be had: a leak is better than a panic in somebody's runtime.
+        std::mem::forget(guard(&slot).take());
+    }
+}
+
+/// Whether this thread belongs to an async runtime, where blocking drivers panic.
+pub(super) fn in_async_runtime() -> bool {
+    tokio::runtime::Handle::try_current().is_ok()
+}

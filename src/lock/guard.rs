@@ -1,0 +1,309 @@
+//! What a holder has.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::backend::{Acquired, ExtendOutcome, ExtendResult, LockBackend, LostReason, ReleaseResult};
+use crate::cancel::CancelToken;
+use crate::error::Result;
+use crate::lock::crew::{Deferred, Held};
+use crate::lock::engine::{Engine, Handle, in_async_runtime};
+use crate::lock::lease::Outcome;
+use crate::lock::report::{ReleaseSource, quietly, report};
+use crate::lock::wake::guard;
+use crate::lock::worker::{self, Settled, settle};
+use crate::model::fence::Fence;
+use crate::model::hash::hash_key;
+use crate::model::time::{Moment, Ttl};
+
+/// A held lock. It is renewed while this value lives, and let go when it is dropped.
+///
+/// Check [`is_held`](LockGuard::is_held) or watch [`lost`](LockGuard::lost) in long work: a lease can
+/// be lost, and no lock service can stop a paused process from waking up late. Where that matters,
+/// hand [`fence`](LockGuard::fence) to the protected resource, or work inside a fenced transaction.
+///
+/// Dropping it releases the lock on this thread, for at most the client's `dispose_timeout`. Inside
+/// an async runtime, while unwinding from a panic, or when the release fails, the client's worker
+/// takes over. `Drop` never panics; failures go to `on_release_error`.
+#[must_use = "the lock is released at once if the guard is not bound to a variable: use `let _guard = …`, not `let _ = …`"]
+pub struct LockGuard {
+    // Dropped after everything else: the last handle ends the client.
+    held: Arc<Held>,
+    source: ReleaseSource,
+    handle: Arc<Handle>,
+}
+
+impl LockGuard {
+    pub(super) fn new(handle: Arc<Handle>, held: Arc<Held>) -> Self {
+        Self { held, source: ReleaseSource::Drop, handle }
+    }
+
+    /// Names the end of `with_lock` as what releases.
+    pub(super) fn for_helper(mut self) -> Self {
+        self.source = ReleaseSource::Helper;
+        self
+    }
+
+    /// The locked key, in NFC.
+    #[must_use]
+    pub fn key(&self) -> &str {
+        &self.held.key
+    }
+
+    /// The lease's id. Whoever knows it can let go of the lock: do not log it.
+    #[must_use]
+    pub fn lock_id(&self) -> &str {
+        &self.held.lock_id
+    }
+
+    /// The grant's fencing token: greater than that of every earlier grant of this key.
+    #[must_use]
+    pub fn fence(&self) -> Fence {
+        self.held.fence
+    }
+
+    /// When the server's lease ends, in Unix milliseconds of *its* clock, by the newest grant,
+    /// renewal or extend. For display; compare nothing of this machine's with it.
+    #[must_use]
+    pub fn expires_at_ms(&self) -> i64 {
+        guard(&self.held.lease).expires_at_ms()
+    }
+
+    /// Whether the lease can still be trusted, by this process's clock and without any I/O.
+    ///
+    /// Once `false` it stays `false`. `true` says that the lease was held when this was called.
+    #[must_use]
+    pub fn is_held(&self) -> bool {
+        self.tick();
+        guard(&self.held.lease).is_held(self.engine().clock.now())
+    }
+
+    /// How long the lease can be trusted without a further renewal; zero once it is lost.
+    #[must_use]
+    pub fn remaining(&self) -> Duration {
+        let now = self.engine().clock.now();
+        let lease = guard(&self.held.lease);
+        if lease.is_held(now) { lease.end().since(now) } else { Duration::ZERO }
+    }
+
+    /// Fires when the lease can no longer be trusted, at the latest when its time is over by this
+    /// process's clock, whatever the network does.
+    ///
+    /// Hand it, or a [`child`](CancelToken::child), to work that should stop then. Cancelling it
+    /// yourself only wakes those who wait for it: the lock stays held. It does not fire when the
+    /// guard is released.
+    #[must_use]
+    pub fn lost(&self) -> &CancelToken {
+        &self.held.lost
+    }
+
+    /// Why the lease is lost; `None` while it is not.
+    #[must_use]
+    pub fn lost_reason(&self) -> Option<LostReason> {
+        self.tick();
+        guard(&self.held.lease).lost()
+    }
+
+    /// Sets the lease's end to now plus `ttl` (1 ms to [`MAX_TTL`](crate::MAX_TTL)), which is also
+    /// the ttl of later renewals. A shorter ttl than before shortens the lease.
+    ///
+    /// `NotHeld` means that the lock is lost, and so does a guard that was lost before: it is not
+    /// asked for again. `max_hold` stays where it is: an extend does not lengthen it.
+    ///
+    /// # Errors
+    ///
+    /// Those of the backend. After an error whose outcome is unknown the guard trusts the lease no
+    /// longer than the old and the new end both allow; renewals go on, with the new ttl.
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// None: a holder whose token has fired may still need the time to finish.
+    pub fn extend(&self, ttl: Duration) -> Result<ExtendResult> {
+        let ttl = Ttl::new(ttl)?.get();
+        self.tick();
+        let engine = self.engine();
+        let sent = engine.clock.now();
+        let flight = {
+            let mut lease = guard(&self.held.lease);
+            let Some(flight) = lease.begin_extend(sent, ttl) else { return Ok(ExtendResult::NotHeld) };
+            // A shorter ttl may be in force from now on.
+            engine.crew.arm(&self.held, &lease);
+            flight
+        };
+        let mut answer = Answer { guard: self, flight, outcome: Outcome::Unknown };
+        let deadline = engine.call_deadline(Moment::NEVER);
+        let result = engine.backend.extend_by(&self.held.lock_id, ttl, deadline, &CancelToken::never());
+        answer.outcome = match &result {
+            Ok(ExtendOutcome::Extended { expires_at_ms }) => {
+                Outcome::Confirmed { expires_at_ms: *expires_at_ms }
+            }
+            Ok(ExtendOutcome::NotHeld(reason)) => Outcome::Gone(match reason {
+                Some(crate::backend::Reason::Expired) => LostReason::Expired,
+                _ => LostReason::RowMissing,
+            }),
+            Err(error) if error.is_outcome_unknown() => Outcome::Unknown,
+            Err(_) => Outcome::Refused,
+        };
+        drop(answer);
+        result
+            .map(ExtendResult::from)
+            .map_err(|error| error.with_key(self.key()).with_lock_id(self.lock_id()))
+    }
+
+    /// Lets the lock go, and says whether it was still held.
+    ///
+    /// With `min_hold`, a guard that ends sooner leaves the lease in place until then and answers
+    /// `Released`: it is not the caller's any more.
+    ///
+    /// # Errors
+    ///
+    /// Those of the backend; `on_release_error` is not called for them. The key may then stay held:
+    /// the client's worker goes on releasing it until the lease is over, at most its ttl and a
+    /// second later.
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// None: a cancelled holder must still let go.
+    pub fn release(self) -> Result<ReleaseResult> {
+        let engine = self.engine();
+        let limit = engine.backend.operation_timeout();
+        let Some(mut deferred) = self.finish(ReleaseSource::Worker) else {
+            return Ok(ReleaseResult::NotHeld);
+        };
+        match let_go(engine, &mut deferred, limit) {
+            Ok(Settled::Kept) => {
+                let at = deferred.keep_until;
+                let _ = engine.crew.defer(at, deferred);
+                Ok(ReleaseResult::Released)
+            }
+            Ok(Settled::Done(outcome)) => Ok(outcome.into()),
+            Err(error) => {
+                deferred.tries = 1;
+                let _ = engine.crew.defer(engine.clock.now(), deferred);
+                Err(error.with_key(self.key()).with_lock_id(self.lock_id()))
+            }
+        }
+    }
+
+    /// Gives the lease away: it is not renewed any more, and neither dropped with this guard nor
+    /// closed with the client. Whoever has the returned id must release it; otherwise the key stays
+    /// held until the lease's end.
+    #[must_use = "the lease can only be released with the id in here"]
+    pub fn leak(self) -> Acquired {
+        let grant = self.held.grant();
+        // Nothing is released: whoever ends the lease first acts, and we choose not to.
+        let _ = self.finish(self.source);
+        grant
+    }
+
+    /// The backend, for what is done in the caller's own transaction.
+    pub(crate) fn backend(&self) -> &Arc<dyn LockBackend> {
+        &self.engine().backend
+    }
+
+    fn engine(&self) -> &Arc<Engine> {
+        self.handle.engine()
+    }
+
+    /// Notices, ahead of the timer, that the lease is over, so that nobody is told "held" again.
+    fn tick(&self) {
+        let lost = {
+            let now = self.engine().clock.now();
+            guard(&self.held.lease).tick(now)
+        };
+        if let Some(reason) = lost {
+            self.engine().crew.tell_lost(&self.held, reason);
+        }
+    }
+
+    /// Ends the lease on this side. What is to be released then, unless somebody did it before.
+    fn finish(&self, source: ReleaseSource) -> Option<Deferred> {
+        let engine = self.engine();
+        let now = engine.clock.now();
+        let (first, over_at, lease_end) = {
+            let mut lease = guard(&self.held.lease);
+            (lease.end_now(), lease.surely_over(now), lease.end())
+        };
+        if !first {
+            return None;
+        }
+        engine.crew.dismiss(&self.held);
+        Some(Deferred::of(&self.held, source, over_at, lease_end))
+    }
+
+    /// What `Drop` does.
+    fn dispose(&self) {
+        let Some(mut deferred) = self.finish(self.source) else { return };
+        let engine = self.engine();
+        let now = engine.clock.now();
+        if in_async_runtime() || std::thread::panicking() {
+            let _ = engine.crew.defer(now, deferred);
+            return;
+        }
+        match let_go(engine, &mut deferred, engine.dispose_timeout) {
+            Ok(Settled::Done(_)) => {}
+            Ok(Settled::Kept) => {
+                let at = deferred.keep_until;
+                let _ = engine.crew.defer(at, deferred);
+            }
+            Err(error) => {
+                let context = deferred.context.clone();
+                let handler = deferred.handler.clone();
+                deferred.told = true;
+                deferred.tries = 1;
+                let _ = engine.crew.defer(now, deferred);
+                let error = error.with_key(context.key.as_str()).with_lock_id(context.lock_id.as_str());
+                report(handler.as_ref(), &error, &context);
+            }
+        }
+    }
+}
+
+/// Books an extend's answer also when the backend panicked.
+struct Answer<'a> {
+    guard: &'a LockGuard,
+    flight: u32,
+    outcome: Outcome,
+}
+
+impl Drop for Answer<'_> {
+    fn drop(&mut self) {
+        let engine = self.guard.engine();
+        worker::finish(engine, &self.guard.held, self.flight, engine.clock.now(), self.outcome);
+    }
+}
+
+/// Lets a lease go on this thread, and calls this process's first waiter.
+fn let_go(engine: &Engine, deferred: &mut Deferred, limit: Duration) -> Result<Settled> {
+    let result = settle(engine, deferred, limit);
+    if !matches!(result, Ok(Settled::Kept)) {
+        engine.queue.freed(&deferred.context.key);
+    }
+    result
+}
+
+impl Drop for LockGuard {
+    fn drop(&mut self) {
+        quietly(|| self.dispose());
+    }
+}
+
+impl fmt::Debug for LockGuard {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LockGuard")
+            .field("key_hash", &hash_key(self.key()))
+            .field("lock_id_hash", &hash_key(self.lock_id()))
+            .field("fence", &self.fence())
+            .field("held", &self.is_held())
+            .finish_non_exhaustive()
+    }
+}

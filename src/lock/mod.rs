@@ -1,0 +1,382 @@
+//! What a holder has: guards over any backend, and the client that hands them out.
+//!
+//! | file | what it holds |
+//! | --- | --- |
+//! | `options` | what a caller may choose, as numbers |
+//! | `acquire` | one attempt, and the one loop that waits |
+//! | `queue`, `wake` | this process's waiters, and how they sleep |
+//! | `lease` | the state machine of one lease: pure, with its invariants |
+//! | `guard` | what a holder sees of it |
+//! | `crew` | what the background threads share |
+//! | `timer`, `worker` | the two background threads |
+//! | `engine`, `close` | how all of it starts and ends |
+//! | `report` | failures that have no caller |
+
+mod acquire;
+mod close;
+mod crew;
+mod engine;
+mod guard;
+mod lease;
+mod options;
+mod queue;
+mod report;
+mod timer;
+mod token;
+mod wake;
+mod worker;
+
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::backend::{
+    AcquireResult, Capabilities, ExtendResult, LockBackend, LockInfo, LockInfoDebug, Lookup, ReleaseResult,
+};
+use crate::cancel::CancelToken;
+use crate::error::Result;
+use crate::model::key::Key;
+use crate::model::lock_id::LockId;
+use crate::model::time::{Moment, Ttl};
+
+pub use close::CloseReport;
+pub use guard::LockGuard;
+pub use options::{
+    Backoff, DEFAULT_MAX_RETRIES, DEFAULT_RETRY_DELAY, DEFAULT_TIMEOUT, DEFAULT_TTL, Heartbeat, Jitter,
+    LockOptions,
+};
+pub use report::{ReleaseErrorContext, ReleaseSource};
+
+pub(crate) use report::OnReleaseError;
+
+use engine::{Engine, Handle};
+use token::Token;
+
+/// What a [`LockClient`] is built with.
+#[derive(Clone)]
+pub struct ClientSettings {
+    /// How long a guard's `Drop`, and the end of `with_lock`, may take to release. Default 5 s.
+    pub dispose_timeout: Duration,
+    /// Called when an automatic release failed, unless the lock's own options say otherwise. Without
+    /// it such failures are logged as warnings in debug builds and with `SYNCGUARD_DEBUG=true`.
+    ///
+    /// It lives as long as the client: one that holds a client keeps it, and its threads, for ever.
+    pub on_release_error: Option<OnReleaseError>,
+}
+
+impl Default for ClientSettings {
+    fn default() -> Self {
+        Self { dispose_timeout: Duration::from_secs(5), on_release_error: None }
+    }
+}
+
+impl fmt::Debug for ClientSettings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ClientSettings")
+            .field("dispose_timeout", &self.dispose_timeout)
+            .field("on_release_error", &self.on_release_error.is_some())
+            .finish()
+    }
+}
+
+/// Locks over any [`LockBackend`]: waiting, renewal, guards.
+///
+/// A clone is the same client: one queue of waiters, one pair of background threads. The threads
+/// start with the first lock and end after the last clone and the last guard are gone.
+///
+/// Its blocking calls are for ordinary threads; inside an async runtime use `spawn_blocking`.
+#[derive(Clone)]
+pub struct LockClient {
+    pub(crate) token: Token,
+    handle: Arc<Handle>,
+}
+
+impl LockClient {
+    /// A client with default settings.
+    pub fn new(backend: impl LockBackend + 'static) -> Self {
+        Self::with_settings(Arc::new(backend), ClientSettings::default())
+    }
+
+    /// A client with settings of its own.
+    #[must_use]
+    pub fn with_settings(backend: Arc<dyn LockBackend>, settings: ClientSettings) -> Self {
+        let engine = Engine::new(backend, settings.dispose_timeout, settings.on_release_error);
+        Self { token: Token::never(), handle: Arc::new(Handle::new(engine)) }
+    }
+
+    /// Waits for the lock with default options: at most 5 s, then a lease of 30 s that is renewed.
+    ///
+    /// See [`lock_with`](Self::lock_with).
+    pub fn lock(&self, key: &str) -> Result<LockGuard> {
+        self.lock_with(key, &LockOptions::new())
+    }
+
+    /// Waits for the lock. Threads of this client that want the same key take turns, first come,
+    /// first served; between processes chance and back-off decide.
+    ///
+    /// # Errors
+    ///
+    /// [`AcquisitionTimeout`](crate::ErrorCode::AcquisitionTimeout) when the timeout is over or the
+    /// retries are used up; [`Aborted`](crate::ErrorCode::Aborted) when a token fired or the client
+    /// was closed; [`InvalidArgument`](crate::ErrorCode::InvalidArgument) for a bad key or bad
+    /// options, before any I/O; whatever else the backend reports, at once. After all of these
+    /// nothing is held, unless [`is_outcome_unknown`](crate::LockError::is_outcome_unknown) says so:
+    /// then the key may be held under [`lock_id`](crate::LockError::lock_id), and the client's
+    /// worker goes on releasing it until that lease would be over (`ttl` and a second).
+    ///
+    /// # Blocking
+    ///
+    /// At most `timeout`; for ever with `wait_forever`. The first lock of a client with a heartbeat
+    /// also has the backend prepare its renewals, once.
+    ///
+    /// # Cancellation
+    ///
+    /// Ends every wait; a request in flight ends as soon as the backend notices.
+    pub fn lock_with(&self, key: &str, options: &LockOptions) -> Result<LockGuard> {
+        let plan = options.plan()?;
+        let key = Key::new(key)?;
+        acquire::lock(self, &Arc::from(key.as_str()), &plan).map_err(|error| error.with_key(key.as_str()))
+    }
+
+    /// Tries once, with default options. `None` if somebody else holds the key.
+    ///
+    /// See [`try_lock_with`](Self::try_lock_with).
+    pub fn try_lock(&self, key: &str) -> Result<Option<LockGuard>> {
+        self.try_lock_with(key, &LockOptions::new())
+    }
+
+    /// Tries once. `None` if somebody else holds the key, or held it a moment ago: the grant came so
+    /// late that it could not be trusted.
+    ///
+    /// It does not queue behind this client's waiters; `timeout` and the retry options do not apply.
+    ///
+    /// # Errors
+    ///
+    /// As [`lock_with`](Self::lock_with), without `AcquisitionTimeout`.
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// As [`lock_with`](Self::lock_with).
+    pub fn try_lock_with(&self, key: &str, options: &LockOptions) -> Result<Option<LockGuard>> {
+        let plan = options.plan()?;
+        let key = Key::new(key)?;
+        acquire::try_lock(self, &Arc::from(key.as_str()), &plan).map_err(|error| error.with_key(key.as_str()))
+    }
+
+    /// Runs `work` under the lock, and returns its value whatever the release does: a failed release
+    /// goes to `on_release_error`. When `work` panics, the lock is released and the panic goes on.
+    ///
+    /// A lease can be lost while `work` runs: it sees so at its guard.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`lock_with`](Self::lock_with); then `work` has not run.
+    ///
+    /// # Blocking
+    ///
+    /// At most `timeout`, the time of `work`, and `dispose_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// Ends the wait, not `work`, and not the release.
+    pub fn with_lock<T>(
+        &self,
+        key: &str,
+        options: &LockOptions,
+        work: impl FnOnce(&LockGuard) -> T,
+    ) -> Result<T> {
+        let guard = self.lock_with(key, options)?.for_helper();
+        // Caught, so that the lock is released before the panic goes on: a guard that is dropped by
+        // unwinding leaves the release to the worker.
+        let result = catch_unwind(AssertUnwindSafe(|| work(&guard)));
+        drop(guard);
+        match result {
+            Ok(value) => Ok(value),
+            Err(panic) => resume_unwind(panic),
+        }
+    }
+
+    /// Tries once to take the key, without a guard: nothing renews the lease, nothing releases it.
+    ///
+    /// # Errors
+    ///
+    /// Those of the backend. After an unknown outcome the error carries the lock id, and the
+    /// client's worker goes on releasing it until that lease would be over.
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// By the client's token, see [`cancellable`](Self::cancellable).
+    pub fn acquire(&self, key: &str, ttl: Duration) -> Result<AcquireResult> {
+        let key = Key::new(key)?;
+        let ttl = Ttl::new(ttl)?.get();
+        self.token.token.check()?;
+        let _entered = self.engine().enter()?;
+        acquire::request(self.engine(), key.as_str(), ttl, Moment::NEVER, &self.token.token)
+    }
+
+    /// Lets go of the lease with this id. Harmless if it is not held. Do not use it on a guard's id:
+    /// the guard has its own [`release`](LockGuard::release).
+    ///
+    /// # Errors
+    ///
+    /// Those of the backend. The lease may then stay held until its ttl is over; try again.
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// By the client's token: then the lease stays held.
+    pub fn release(&self, lock_id: &str) -> Result<ReleaseResult> {
+        LockId::parse(lock_id)?;
+        let result = self.engine().backend.release(lock_id, &self.token.token);
+        result.map(ReleaseResult::from).map_err(|error| error.with_lock_id(lock_id))
+    }
+
+    /// Sets the end of the lease with this id to now plus `ttl`. Never revives a dead lease.
+    ///
+    /// # Errors
+    ///
+    /// Those of the backend. After an unknown outcome trust the earlier of the old and the new end.
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// By the client's token: then the lease's end has not moved.
+    pub fn extend(&self, lock_id: &str, ttl: Duration) -> Result<ExtendResult> {
+        LockId::parse(lock_id)?;
+        let ttl = Ttl::new(ttl)?.get();
+        let result = self.engine().backend.extend(lock_id, ttl, &self.token.token);
+        result.map(ExtendResult::from).map_err(|error| error.with_lock_id(lock_id))
+    }
+
+    /// Whether somebody holds the key. For display: it may have changed when you read the answer.
+    ///
+    /// # Errors
+    ///
+    /// Those of the backend.
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// By the client's token.
+    pub fn is_locked(&self, key: &str) -> Result<bool> {
+        let key = Key::new(key)?;
+        let result = self.engine().backend.is_locked(key.as_str(), &self.token.token);
+        result.map_err(|error| error.with_key(key.as_str()))
+    }
+
+    /// The live lease of a key, or with an id. For diagnosis: it may have ended when you read it.
+    ///
+    /// Errors, blocking and cancellation as [`is_locked`](Self::is_locked).
+    pub fn lookup(&self, what: Lookup<'_>) -> Result<Option<LockInfo>> {
+        Self::check_lookup(what)?;
+        self.engine().backend.lookup(what, &self.token.token)
+    }
+
+    /// The live lease of this key. See [`lookup`](Self::lookup).
+    pub fn get_by_key(&self, key: &str) -> Result<Option<LockInfo>> {
+        self.lookup(Lookup::Key(key))
+    }
+
+    /// The live lease with this id. See [`lookup`](Self::lookup).
+    pub fn get_by_id(&self, lock_id: &str) -> Result<Option<LockInfo>> {
+        self.lookup(Lookup::LockId(lock_id))
+    }
+
+    /// The live lease of this key, with the raw key and lock id: **sensitive**, for debugging.
+    /// See [`lookup`](Self::lookup).
+    pub fn get_by_key_raw(&self, key: &str) -> Result<Option<LockInfoDebug>> {
+        let what = Lookup::Key(key);
+        Self::check_lookup(what)?;
+        self.engine().backend.lookup_raw(what, &self.token.token)
+    }
+
+    /// The live lease with this id, with the raw key and lock id: **sensitive**, for debugging.
+    /// See [`lookup`](Self::lookup).
+    pub fn get_by_id_raw(&self, lock_id: &str) -> Result<Option<LockInfoDebug>> {
+        let what = Lookup::LockId(lock_id);
+        Self::check_lookup(what)?;
+        self.engine().backend.lookup_raw(what, &self.token.token)
+    }
+
+    /// Whether a live lease has this id. For diagnosis, never as a guard before a change: use the
+    /// fence for that. See [`lookup`](Self::lookup).
+    pub fn owns(&self, lock_id: &str) -> Result<bool> {
+        self.get_by_id(lock_id).map(|found| found.is_some())
+    }
+
+    /// The same client, whose operations also end when this token fires. Guards that it hands out
+    /// are released nevertheless.
+    #[must_use]
+    pub fn cancellable(&self, token: &CancelToken) -> Self {
+        Self { token: self.token.and(token), handle: Arc::clone(&self.handle) }
+    }
+
+    /// What the backend is and can do.
+    #[must_use]
+    pub fn capabilities(&self) -> Capabilities {
+        self.engine().backend.capabilities()
+    }
+
+    /// Ends the client and all its clones: no new locks ([`Aborted`](crate::ErrorCode::Aborted)),
+    /// waiters are woken with the same, every holder's lease is lost
+    /// ([`LostReason::Closed`](crate::LostReason::Closed)) and released, the threads are joined, and
+    /// the backend lets go of its idle resources. A second close does what the first had no time for.
+    ///
+    /// What is not released at the deadline is counted as pending and stays held until its ttl is over.
+    ///
+    /// # Errors
+    ///
+    /// None at present: the report says what was left.
+    ///
+    /// # Blocking
+    ///
+    /// At most `deadline`, by the system's clock, and 50 ms for threads that have nothing left to do.
+    /// Called from one of the client's own callbacks it does not wait for the thread that it is on.
+    ///
+    /// # Cancellation
+    ///
+    /// None.
+    pub fn close(&self, deadline: Duration) -> Result<CloseReport> {
+        Ok(close::close(self.engine(), deadline))
+    }
+
+    /// The backend that this client works on.
+    pub(crate) fn backend(&self) -> &Arc<dyn LockBackend> {
+        &self.engine().backend
+    }
+
+    fn engine(&self) -> &Arc<Engine> {
+        self.handle.engine()
+    }
+
+    fn check_lookup(what: Lookup<'_>) -> Result<()> {
+        match what {
+            Lookup::Key(key) => Key::new(key).map(drop),
+            Lookup::LockId(lock_id) => LockId::parse(lock_id).map(drop),
+        }
+    }
+}
+
+impl fmt::Debug for LockClient {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LockClient").field("capabilities", &self.capabilities()).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,423 @@
+//! What a caller may choose for one lock, and what it means in numbers.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::backend::LostReason;
+use crate::cancel::CancelToken;
+use crate::error::{LockError, Result};
+use crate::lock::report::{OnReleaseError, ReleaseErrorContext};
+use crate::model::time::Ttl;
+
+pub(super) type OnLost = Arc<dyn Fn(LostReason) + Send + Sync>;
+
+/// How long a lease lasts unless it is renewed.
+pub const DEFAULT_TTL: Duration = Duration::from_secs(30);
+/// How long `lock` waits for a key.
+pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(5);
+/// How often `lock` tries again after its first attempt.
+pub const DEFAULT_MAX_RETRIES: u32 = 10;
+/// The wait before the first retry.
+pub const DEFAULT_RETRY_DELAY: Duration = Duration::from_millis(100);
+
+/// The longest wait that doubling makes: the tenth retry of the default is just below it. A longer
+/// [`LockOptions::retry_delay`] stays as it is.
+const LONGEST_DELAY: Duration = Duration::from_secs(60);
+
+/// How the wait before a retry grows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Backoff {
+    /// Doubles with every retry, up to a minute.
+    #[default]
+    Exponential,
+    /// Always the same.
+    Fixed,
+}
+
+/// How much of the wait before a retry is left to chance, so that clients do not march in step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Jitter {
+    /// Half of the wait is fixed, half is random.
+    #[default]
+    Equal,
+    /// All of it is random.
+    Full,
+    /// None of it is random.
+    None,
+}
+
+/// How often a guard renews its lease.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Heartbeat {
+    /// Every third of the ttl.
+    #[default]
+    Auto,
+    /// At this interval: above zero and below the ttl.
+    Every(Duration),
+    /// Never: the lock is lost when its ttl is over, unless the holder extends it.
+    Off,
+}
+
+/// How to wait for a lock, and how to hold it.
+///
+/// Setters consume the options and never fail; a value that cannot be is
+/// [`InvalidArgument`](crate::ErrorCode::InvalidArgument) where the options are used.
+///
+/// ```
+/// use std::time::Duration;
+/// use syncguard::LockOptions;
+///
+/// let nightly = LockOptions::new().ttl(Duration::from_secs(60)).timeout(Duration::from_secs(1));
+/// # let _ = nightly;
+/// ```
+#[derive(Clone, Default)]
+#[must_use = "options do nothing until they are handed to lock_with, try_lock_with or with_lock"]
+pub struct LockOptions {
+    ttl: Option<Duration>,
+    timeout: Option<Timeout>,
+    max_retries: Option<u32>,
+    retry_delay: Option<Duration>,
+    backoff: Backoff,
+    jitter: Jitter,
+    heartbeat: Heartbeat,
+    max_hold: Option<Duration>,
+    min_hold: Duration,
+    cancel: Option<CancelToken>,
+    on_lost: Option<OnLost>,
+    on_release_error: Option<OnReleaseError>,
+}
+
+#[derive(Clone, Copy)]
+enum Timeout {
+    After(Duration),
+    Never,
+}
+
+impl LockOptions {
+    /// The defaults: ttl 30 s, renewed every 10 s; wait at most 5 s, at most 10 retries, 100 ms
+    /// before the first and twice as long before each later one, half of it random.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// How long the lease lasts from its grant and from each renewal. Default [`DEFAULT_TTL`], 1 ms
+    /// to [`MAX_TTL`](crate::MAX_TTL), whole milliseconds; 10 to 60 s are usual.
+    ///
+    /// When the holder's process dies, the key is free again after this time plus one second.
+    pub fn ttl(mut self, ttl: Duration) -> Self {
+        self.ttl = Some(ttl);
+        self
+    }
+
+    /// How long `lock` may take in all: queueing, attempts and the waits between them. Default
+    /// [`DEFAULT_TIMEOUT`]. No other option lengthens it. `try_lock` does not wait and ignores it.
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = Some(Timeout::After(timeout));
+        self
+    }
+
+    /// `lock` waits until it has the lock, is cancelled, or fails. Also lifts the *default* limit of
+    /// retries; a limit that was set with [`LockOptions::max_retries`] stays, in whatever order.
+    pub fn wait_forever(mut self) -> Self {
+        self.timeout = Some(Timeout::Never);
+        self
+    }
+
+    /// How often `lock` tries again: it makes at most this many attempts and one more. Default
+    /// [`DEFAULT_MAX_RETRIES`].
+    ///
+    /// Time in this process's queue and attempts that a release in this process called for are free.
+    pub fn max_retries(mut self, retries: u32) -> Self {
+        self.max_retries = Some(retries);
+        self
+    }
+
+    /// The wait before the first retry, and the base of [`Backoff`]. Default
+    /// [`DEFAULT_RETRY_DELAY`]. A release in this process ends a wait early.
+    pub fn retry_delay(mut self, delay: Duration) -> Self {
+        self.retry_delay = Some(delay);
+        self
+    }
+
+    /// How the wait grows. Default [`Backoff::Exponential`].
+    pub fn backoff(mut self, backoff: Backoff) -> Self {
+        self.backoff = backoff;
+        self
+    }
+
+    /// How much of the wait is random. Default [`Jitter::Equal`].
+    pub fn jitter(mut self, jitter: Jitter) -> Self {
+        self.jitter = jitter;
+        self
+    }
+
+    /// How often the lease is renewed while the guard lives. Default [`Heartbeat::Auto`].
+    pub fn heartbeat(mut self, heartbeat: Heartbeat) -> Self {
+        self.heartbeat = heartbeat;
+        self
+    }
+
+    /// The longest time a guard holds its lock, from the grant: then it counts as lost
+    /// ([`LostReason::MaxHold`]) and is not renewed any more, so that a stuck holder cannot keep a
+    /// key for ever. The key is free when the guard is dropped, at the latest a ttl and a second
+    /// later. Extending does not lengthen it. Default: no limit.
+    pub fn max_hold(mut self, limit: Duration) -> Self {
+        self.max_hold = Some(limit);
+        self
+    }
+
+    /// The shortest time the key stays taken, from the grant, even when the guard ends sooner: for
+    /// scheduled jobs that must run once although the machines' clocks differ by seconds.
+    ///
+    /// The holder does not wait for it: releasing or dropping the guard returns as usual and leaves
+    /// the rest to the client's worker, and to the lease's own end should the process end first.
+    /// Default zero; at most [`MAX_TTL`](crate::MAX_TTL).
+    pub fn min_hold(mut self, limit: Duration) -> Self {
+        self.min_hold = limit;
+        self
+    }
+
+    /// Ends the wait when the token fires, with [`Aborted`](crate::ErrorCode::Aborted). It is
+    /// watched in addition to the client's own (`cancellable`), and not by the guard: a cancelled
+    /// holder still lets go.
+    pub fn cancel(mut self, token: &CancelToken) -> Self {
+        self.cancel = Some(token.clone());
+        self
+    }
+
+    /// Called once if the lease is lost while the guard lives, on the client's worker thread: it
+    /// must be short, or renewals wait for it. Panics are caught.
+    pub fn on_lost(mut self, call: impl Fn(LostReason) + Send + Sync + 'static) -> Self {
+        self.on_lost = Some(Arc::new(call));
+        self
+    }
+
+    /// Called when an automatic release failed (the guard's `Drop`, the end of `with_lock`, the
+    /// worker), instead of the client's own handler. Panics are caught.
+    ///
+    /// It runs on the thread that released, or on the client's worker.
+    pub fn on_release_error(
+        mut self,
+        call: impl Fn(&LockError, &ReleaseErrorContext) + Send + Sync + 'static,
+    ) -> Self {
+        self.on_release_error = Some(Arc::new(call));
+        self
+    }
+
+    /// The options as numbers, or what is wrong with them.
+    pub(super) fn plan(&self) -> Result<Plan> {
+        let ttl = Ttl::new(self.ttl.unwrap_or(DEFAULT_TTL))?.get();
+        if let Heartbeat::Every(interval) = self.heartbeat {
+            if interval.is_zero() || interval >= ttl {
+                return Err(LockError::invalid(
+                    "the heartbeat interval must be above zero and below the ttl: a third of the ttl is usual",
+                ));
+            }
+        }
+        if !self.min_hold.is_zero() {
+            Ttl::new(self.min_hold.max(Duration::from_millis(1)))
+                .map_err(|_| LockError::invalid("min_hold is above 366 days"))?;
+        }
+        if self.max_hold.is_some_and(|max| max < self.min_hold) {
+            return Err(LockError::invalid("max_hold is below min_hold"));
+        }
+        let timeout = match self.timeout {
+            None => Some(DEFAULT_TIMEOUT),
+            Some(Timeout::After(timeout)) => Some(timeout),
+            Some(Timeout::Never) => None,
+        };
+        let retries = self.max_retries.map(u64::from);
+        Ok(Plan {
+            ttl,
+            timeout,
+            max_attempts: match (retries, timeout) {
+                (Some(retries), _) => retries + 1,
+                (None, Some(_)) => u64::from(DEFAULT_MAX_RETRIES) + 1,
+                (None, None) => u64::MAX,
+            },
+            delays: Delays {
+                base: self.retry_delay.unwrap_or(DEFAULT_RETRY_DELAY),
+                backoff: self.backoff,
+                jitter: self.jitter,
+            },
+            heartbeat: self.heartbeat,
+            max_hold: self.max_hold,
+            min_hold: self.min_hold,
+            cancel: self.cancel.clone().unwrap_or(CancelToken::never()),
+            on_lost: self.on_lost.clone(),
+            on_release_error: self.on_release_error.clone(),
+        })
+    }
+}
+
+impl fmt::Debug for LockOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let timeout = match self.timeout {
+            None => Some(DEFAULT_TIMEOUT),
+            Some(Timeout::After(timeout)) => Some(timeout),
+            Some(Timeout::Never) => None,
+        };
+        f.debug_struct("LockOptions")
+            .field("ttl", &self.ttl.unwrap_or(DEFAULT_TTL))
+            .field("timeout", &timeout)
+            .field("max_retries", &self.max_retries)
+            .field("retry_delay", &self.retry_delay.unwrap_or(DEFAULT_RETRY_DELAY))
+            .field("backoff", &self.backoff)
+            .field("jitter", &self.jitter)
+            .field("heartbeat", &self.heartbeat)
+            .field("max_hold", &self.max_hold)
+            .field("min_hold", &self.min_hold)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Validated options.
+pub(super) struct Plan {
+    pub(super) ttl: Duration,
+    /// `None`: for ever.
+    pub(super) timeout: Option<Duration>,
+    pub(super) max_attempts: u64,
+    pub(super) delays: Delays,
+    pub(super) heartbeat: Heartbeat,
+    pub(super) max_hold: Option<Duration>,
+    pub(super) min_hold: Duration,
+    pub(super) cancel: CancelToken,
+    pub(super) on_lost: Option<OnLost>,
+    pub(super) on_release_error: Option<OnReleaseError>,
+}
+
+/// The waits before retries.
+#[derive(Clone, Copy)]
+pub(super) struct Delays {
+    base: Duration,
+    backoff: Backoff,
+    jitter: Jitter,
+}
+
+impl Delays {
+    /// The wait before retry number `retry` (1 is the first); `chance` is the random part.
+    pub(super) fn before(&self, retry: u64, chance: u32) -> Duration {
+        let whole = match self.backoff {
+            Backoff::Fixed => self.base,
+            Backoff::Exponential => {
+                let doublings = u32::try_from(retry.saturating_sub(1)).unwrap_or(u32::MAX).min(31);
+                let longest = LONGEST_DELAY.max(self.base);
+                self.base.checked_mul(1_u32 << doublings).unwrap_or(longest).min(longest)
+            }
+        };
+        let random = |all: Duration| {
+            // 128 bits of nanoseconds times 32 bits of chance cannot overflow: a Duration has 94.
+            let nanos = all.as_nanos() * u128::from(chance) / u128::from(u32::MAX);
+            let secs = u64::try_from(nanos / 1_000_000_000).unwrap_or(u64::MAX);
+            let rest = u32::try_from(nanos % 1_000_000_000).unwrap_or_default();
+            Duration::new(secs, rest)
+        };
+        match self.jitter {
+            Jitter::None => whole,
+            Jitter::Full => random(whole),
+            Jitter::Equal => {
+                let fixed = whole / 2;
+                fixed.saturating_add(random(whole.saturating_sub(fixed)))
+            }
+        }
+    }
+
+    /// The wait before that retry, with chance from the operating system. Without random numbers
+    /// the whole wait is taken: a wait needs no secrecy.
+    pub(super) fn draw(&self, retry: u64) -> Duration {
+        let mut bytes = [0_u8; 4];
+        let chance = match self.jitter {
+            Jitter::None => u32::MAX,
+            _ => getrandom::fill(&mut bytes).map_or(u32::MAX, |()| u32::from_ne_bytes(bytes)),
+        };
+        self.before(retry, chance)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::ErrorCode;
+
+    fn delays(options: &LockOptions) -> Delays {
+        options.plan().unwrap().delays
+    }
+
+    fn ms(n: u64) -> Duration {
+        Duration::from_millis(n)
+    }
+
+    #[test]
+    fn the_defaults_are_those_of_every_client() {
+        let plan = LockOptions::new().plan().unwrap();
+        assert_eq!((plan.ttl, plan.timeout), (Duration::from_secs(30), Some(Duration::from_secs(5))));
+        assert_eq!(plan.max_attempts, 11);
+        assert_eq!(
+            (plan.delays.base, plan.delays.backoff, plan.delays.jitter),
+            (ms(100), Backoff::Exponential, Jitter::Equal)
+        );
+        assert_eq!(plan.heartbeat, Heartbeat::Auto);
+    }
+
+    #[test]
+    fn exponential_waits_double_and_fixed_ones_stay() {
+        let exponential = delays(&LockOptions::new().jitter(Jitter::None));
+        let seen: Vec<_> = (1..=10).map(|n| exponential.before(n, 0).as_millis()).collect();
+        assert_eq!(seen, [100, 200, 400, 800, 1600, 3200, 6400, 12800, 25600, 51200]);
+        let fixed = delays(&LockOptions::new().jitter(Jitter::None).backoff(Backoff::Fixed));
+        assert_eq!([fixed.before(1, 0), fixed.before(100, 0)], [ms(100), ms(100)]);
+    }
+
+    #[test]
+    fn no_value_overflows() {
+        for jitter in [Jitter::None, Jitter::Equal, Jitter::Full] {
+            for base in [Duration::ZERO, ms(1), Duration::MAX] {
+                for backoff in [Backoff::Exponential, Backoff::Fixed] {
+                    let delays = Delays { base, backoff, jitter };
+                    for retry in [0, 1, 2, 100, u64::MAX] {
+                        for chance in [0, 1, u32::MAX] {
+                            assert!(delays.before(retry, chance) <= base.max(LONGEST_DELAY));
+                        }
+                    }
+                }
+            }
+        }
+        assert_eq!(LockOptions::new().max_retries(u32::MAX).plan().unwrap().max_attempts, 1 << 32);
+    }
+
+    #[test]
+    fn jitter_takes_half_all_or_nothing() {
+        let equal = delays(&LockOptions::new());
+        assert_eq!([equal.before(1, 0), equal.before(1, u32::MAX)], [ms(50), ms(100)]);
+        let full = delays(&LockOptions::new().jitter(Jitter::Full));
+        assert_eq!([full.before(1, 0), full.before(1, u32::MAX)], [ms(0), ms(100)]);
+        let drawn: std::collections::HashSet<_> = (0..100).map(|_| equal.draw(1)).collect();
+        assert!(drawn.len() > 50 && drawn.iter().all(|d| (ms(50)..=ms(100)).contains(d)));
+    }
+
+    #[test]
+    fn impossible_values_are_refused_where_they_are_used() {
+        for bad in [
+            LockOptions::new().ttl(Duration::ZERO),
+            LockOptions::new().ttl(Duration::MAX),
+            LockOptions::new().heartbeat(Heartbeat::Every(Duration::ZERO)),
+            LockOptions::new().heartbeat(Heartbeat::Every(DEFAULT_TTL)),
+            LockOptions::new().min_hold(Duration::MAX),
+            LockOptions::new().min_hold(ms(2)).max_hold(ms(1)),
+        ] {
+            assert_eq!(bad.plan().err().unwrap().code(), ErrorCode::InvalidArgument, "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn waiting_for_ever_lifts_only_the_default_limit_of_retries() {
+        assert_eq!(LockOptions::new().wait_forever().plan().unwrap().max_attempts, u64::MAX);
+        for options in [
+            LockOptions::new().wait_forever().max_retries(3),
+            LockOptions::new().max_retries(3).wait_forever(),
+        ] {
+            assert_eq!(options.plan().unwrap().max_attempts, 4);
+        }
+    }
+}

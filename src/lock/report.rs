@@ -1,0 +1,124 @@
+//! Failures that have no caller: automatic releases report them to a handler.
+
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use crate::error::LockError;
+use crate::model::hash::hash_key;
+
+/// A handler for failed automatic releases.
+pub(crate) type OnReleaseError = Arc<dyn Fn(&LockError, &ReleaseErrorContext) + Send + Sync>;
+
+/// Which kind of clean-up failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ReleaseSource {
+    /// A guard's `Drop`.
+    Drop,
+    /// The end of `with_lock`.
+    Helper,
+    /// The client's worker gave up on a lease whose release, or whose acquire, had failed before:
+    /// that failure was returned to its caller.
+    Worker,
+}
+
+impl ReleaseSource {
+    /// `drop`, `helper` or `worker`.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Drop => "drop",
+            Self::Helper => "helper",
+            Self::Worker => "worker",
+        }
+    }
+}
+
+/// What could not be released. `Debug` shows the key and the lock id as labels only.
+#[derive(Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ReleaseErrorContext {
+    /// The key. It may be a customer's name: think before you log it.
+    pub key: String,
+    /// The lock id. Whoever knows it can let go of the lock.
+    pub lock_id: String,
+    /// Which kind of clean-up failed.
+    pub source: ReleaseSource,
+}
+
+impl fmt::Debug for ReleaseErrorContext {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ReleaseErrorContext")
+            .field("key_hash", &hash_key(&self.key))
+            .field("lock_id_hash", &hash_key(&self.lock_id))
+            .field("source", &self.source)
+            .finish()
+    }
+}
+
+/// Hands a failed release to its handler, or to the default one. Never panics.
+pub(super) fn report(handler: Option<&OnReleaseError>, error: &LockError, context: &ReleaseErrorContext) {
+    match handler {
+        Some(handler) => quietly(|| handler(error, context)),
+        None if cfg!(debug_assertions) || std::env::var("SYNCGUARD_DEBUG").is_ok_and(|v| v == "true") => {
+            quietly(|| log::warn!(target: "syncguard", "{}", default_line(error, context.source)));
+        }
+        None => {}
+    }
+}
+
+/// The default handler's line: no key, no lock id, no label of either.
+fn default_line(error: &LockError, source: ReleaseSource) -> String {
+    format!(
+        "a lock could not be released ({}): {}; it stays held until it is released in the background or its ttl is over. Set on_release_error to handle this",
+        source.as_str(),
+        error.chain()
+    )
+}
+
+/// Runs foreign code; its panic ends here. (The panic hook has already told it.)
+pub(super) fn quietly(call: impl FnOnce()) {
+    if let Err(payload) = catch_unwind(AssertUnwindSafe(call)) {
+        // A payload's own Drop may panic as well; leaking it is the one thing that cannot.
+        std::mem::forget(payload);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::ErrorCode;
+
+    fn context() -> ReleaseErrorContext {
+        ReleaseErrorContext {
+            key: "MARKER-key".to_owned(),
+            lock_id: "MARKER-id".to_owned(),
+            source: ReleaseSource::Drop,
+        }
+    }
+
+    #[test]
+    fn neither_debug_nor_the_default_line_shows_key_or_id() {
+        let error =
+            LockError::new(ErrorCode::NetworkTimeout).with_key("MARKER-key").with_lock_id("MARKER-id");
+        for text in [format!("{:?}", context()), default_line(&error, ReleaseSource::Helper)] {
+            assert!(!text.contains("MARKER"), "{text}");
+        }
+        let line = default_line(&error, ReleaseSource::Helper);
+        assert!(line.contains("helper") && line.contains("NetworkTimeout"));
+        assert!(!line.contains(&hash_key("MARKER-key")));
+    }
+
+    #[test]
+    fn a_handler_that_panics_is_contained() {
+        struct Bomb;
+        impl Drop for Bomb {
+            fn drop(&mut self) {
+                panic!("in the payload's drop");
+            }
+        }
+        let handler: OnReleaseError = Arc::new(|_, _| std::panic::panic_any(Bomb));
+        report(Some(&handler), &LockError::new(ErrorCode::Internal), &context());
+    }
+}
