@@ -3,6 +3,7 @@
 pub mod backend;
 mod cancel;
 mod error;
+pub mod memory;
 mod model;
 
 pub use backend::{
@@ -12,6 +13,7 @@ pub use backend::{
 };
 pub use cancel::CancelToken;
 pub use error::{ErrorCode, LockError, Result};
+pub use memory::MemoryBackend;
 pub use model::fence::{FENCE_MAX, FENCE_WARN, Fence};
 pub use model::hash::hash_key;
 pub use model::key::{
