@@ -2,9 +2,11 @@
 
 pub mod backend;
 mod cancel;
+pub mod diagnostics;
 mod error;
 pub mod memory;
 mod model;
+pub mod telemetry;
 
 pub use backend::{
     AcquireResult, Acquired, Attempt, Capabilities, ExtendOutcome, ExtendResult, LockBackend, LockInfo,
@@ -12,6 +14,10 @@ pub use backend::{
     TimeAuthority,
 };
 pub use cancel::CancelToken;
+pub use diagnostics::{
+    get_by_id, get_by_id_cancellable, get_by_id_raw, get_by_id_raw_cancellable, get_by_key,
+    get_by_key_cancellable, get_by_key_raw, get_by_key_raw_cancellable, owns, owns_cancellable,
+};
 pub use error::{ErrorCode, LockError, Result};
 pub use memory::MemoryBackend;
 pub use model::fence::{FENCE_MAX, FENCE_WARN, Fence};
@@ -22,3 +28,4 @@ pub use model::key::{
 };
 pub use model::lock_id::validate_lock_id;
 pub use model::time::{Clock, MAX_TTL, Moment, TIME_TOLERANCE_MS, is_live};
+pub use telemetry::{EventResult, LockEvent, Operation, Telemetry, TelemetryOptions, with_telemetry};
