@@ -2,11 +2,14 @@
 
 pub mod backend;
 mod cancel;
+mod client;
+pub mod diagnostics;
 mod error;
 mod lock;
+pub mod memory;
 mod model;
-#[allow(dead_code)]
 mod postgres;
+pub mod telemetry;
 
 pub use backend::{
     AcquireResult, Acquired, Attempt, Capabilities, ExtendOutcome, ExtendResult, LockBackend, LockInfo,
@@ -14,11 +17,17 @@ pub use backend::{
     TimeAuthority,
 };
 pub use cancel::CancelToken;
+pub use client::{PgLockClient, PgLockClientBuilder};
+pub use diagnostics::{
+    get_by_id, get_by_id_cancellable, get_by_id_raw, get_by_id_raw_cancellable, get_by_key,
+    get_by_key_cancellable, get_by_key_raw, get_by_key_raw_cancellable, owns, owns_cancellable,
+};
 pub use error::{ErrorCode, LockError, Result};
 pub use lock::{
     Backoff, ClientSettings, CloseReport, DEFAULT_MAX_RETRIES, DEFAULT_RETRY_DELAY, DEFAULT_TIMEOUT,
     DEFAULT_TTL, Heartbeat, Jitter, LockClient, LockGuard, LockOptions, ReleaseErrorContext, ReleaseSource,
 };
+pub use memory::MemoryBackend;
 pub use model::fence::{FENCE_MAX, FENCE_WARN, Fence};
 pub use model::hash::hash_key;
 pub use model::key::{
@@ -27,3 +36,4 @@ pub use model::key::{
 };
 pub use model::lock_id::validate_lock_id;
 pub use model::time::{Clock, MAX_TTL, Moment, TIME_TOLERANCE_MS, is_live};
+pub use telemetry::{EventResult, LockEvent, Operation, Telemetry, TelemetryOptions, with_telemetry};

@@ -4,6 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use crate::error::{ErrorCode, LockError};
+use crate::model::hash::hash_key;
 
 /// The last fence that is ever handed out. A counter that has reached it grants nothing more.
 pub const FENCE_MAX: u64 = 900_000_000_000_000;
@@ -46,6 +47,28 @@ impl Fence {
     #[must_use]
     pub const fn new(value: u64) -> Option<Self> {
         if value <= LARGEST { Some(Self(value)) } else { None }
+    }
+
+    /// The fence that follows a counter's value, or the refusal of a counter that has reached
+    /// [`FENCE_MAX`]. Compared as numbers, and to be asked before anything is written.
+    pub(crate) fn following(counter: u64) -> Result<Self, LockError> {
+        match counter.checked_add(1) {
+            Some(next) if next <= FENCE_MAX => Ok(Self(next)),
+            _ => Err(LockError::new(ErrorCode::Internal).with_message(
+                "the key's fence counter has reached its limit and grants nothing more: use a new key, and never lower the counter",
+            )),
+        }
+    }
+
+    /// Logs a warning if this grant brings its key's counter near the limit. The one place that
+    /// does, for every backend; `key` is printed as its label.
+    pub(crate) fn warn_near_limit(self, key: &str) {
+        if self.0 > FENCE_WARN {
+            log::warn!(
+                "fence {self} of key #{} is above {FENCE_WARN}: its counter grants nothing beyond {FENCE_MAX}, plan a new key",
+                hash_key(key)
+            );
+        }
     }
 }
 
@@ -93,6 +116,15 @@ mod tests {
             assert!(text.parse::<Fence>().is_err(), "{text:?}");
         }
         assert!(Fence::new(LARGEST + 1).is_none());
+    }
+
+    #[test]
+    fn the_last_fence_is_the_limit_itself() {
+        assert_eq!(Fence::following(0).unwrap().get(), 1);
+        assert_eq!(Fence::following(FENCE_MAX - 1).unwrap().get(), FENCE_MAX);
+        for counter in [FENCE_MAX, FENCE_MAX + 1, LARGEST, LARGEST + 1, u64::MAX] {
+            assert_eq!(Fence::following(counter).unwrap_err().code(), ErrorCode::Internal, "{counter}");
+        }
     }
 
     #[test]

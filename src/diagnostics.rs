@@ -1,0 +1,124 @@
+//! Diagnosis: who holds a lock, asked of any backend.
+//!
+//! **Never decide by these answers.** Each is true of one moment that is over when it arrives:
+//! between the look and the deed the lease can expire and go to somebody else. To act only while a
+//! lock is held, call `extend` or `release` and look at *their* answer (they check and act in one
+//! step), or use a fenced transaction. These functions are for screens, logs and tests.
+//!
+//! ```
+//! use std::time::Duration;
+//! use syncguard::backend::LockBackend;
+//! use syncguard::{CancelToken, MemoryBackend, get_by_key, hash_key, owns};
+//!
+//! let backend = MemoryBackend::manual();
+//! assert!(get_by_key(&backend, "report")?.is_none());
+//!
+//! let grant = backend.acquire("report", Duration::from_secs(30), &CancelToken::never())?;
+//! let lease = grant.acquired().expect("the key was free");
+//! let info = get_by_key(&backend, "report")?.expect("it is held now");
+//! assert_eq!(info.key_hash, hash_key("report"));
+//! assert_eq!(info.fence, lease.fence);
+//! assert!(owns(&backend, &lease.lock_id)?);
+//! # Ok::<(), syncguard::LockError>(())
+//! ```
+//!
+//! Each function exists twice: `get_by_key(&backend, key)`, and `get_by_key_cancellable(&backend,
+//! key, &token)`, which ends with [`Aborted`](crate::ErrorCode::Aborted) when the token fires.
+
+use crate::backend::{LockBackend, LockInfo, LockInfoDebug, Lookup};
+use crate::cancel::CancelToken;
+use crate::error::Result;
+
+/// The live lease of a key. An expired one and none at all are both `None`.
+///
+/// For diagnosis only; see the [module](crate::diagnostics).
+pub fn get_by_key<B: LockBackend + ?Sized>(backend: &B, key: &str) -> Result<Option<LockInfo>> {
+    get_by_key_cancellable(backend, key, &CancelToken::never())
+}
+
+/// [`get_by_key`] that a token can end.
+pub fn get_by_key_cancellable<B: LockBackend + ?Sized>(
+    backend: &B,
+    key: &str,
+    cancel: &CancelToken,
+) -> Result<Option<LockInfo>> {
+    backend.lookup(Lookup::Key(key), cancel)
+}
+
+/// The live lease with this lock id. An expired one and none at all are both `None`.
+///
+/// For diagnosis only; see the [module](crate::diagnostics).
+pub fn get_by_id<B: LockBackend + ?Sized>(backend: &B, lock_id: &str) -> Result<Option<LockInfo>> {
+    get_by_id_cancellable(backend, lock_id, &CancelToken::never())
+}
+
+/// [`get_by_id`] that a token can end.
+pub fn get_by_id_cancellable<B: LockBackend + ?Sized>(
+    backend: &B,
+    lock_id: &str,
+    cancel: &CancelToken,
+) -> Result<Option<LockInfo>> {
+    backend.lookup(Lookup::LockId(lock_id), cancel)
+}
+
+/// [`get_by_key`] with the raw key (its NFC form) and the raw lock id.
+///
+/// **Sensitive**: whoever learns the lock id can let go of the lock, and keys may name people. For
+/// debugging by hand only; keep the answer out of logs.
+pub fn get_by_key_raw<B: LockBackend + ?Sized>(backend: &B, key: &str) -> Result<Option<LockInfoDebug>> {
+    get_by_key_raw_cancellable(backend, key, &CancelToken::never())
+}
+
+/// [`get_by_key_raw`] that a token can end. **Sensitive**, as that is.
+pub fn get_by_key_raw_cancellable<B: LockBackend + ?Sized>(
+    backend: &B,
+    key: &str,
+    cancel: &CancelToken,
+) -> Result<Option<LockInfoDebug>> {
+    backend.lookup_raw(Lookup::Key(key), cancel)
+}
+
+/// [`get_by_id`] with the raw key (its NFC form) and the raw lock id.
+///
+/// **Sensitive**: whoever learns the lock id can let go of the lock, and keys may name people. For
+/// debugging by hand only; keep the answer out of logs.
+pub fn get_by_id_raw<B: LockBackend + ?Sized>(backend: &B, lock_id: &str) -> Result<Option<LockInfoDebug>> {
+    get_by_id_raw_cancellable(backend, lock_id, &CancelToken::never())
+}
+
+/// [`get_by_id_raw`] that a token can end. **Sensitive**, as that is.
+pub fn get_by_id_raw_cancellable<B: LockBackend + ?Sized>(
+    backend: &B,
+    lock_id: &str,
+    cancel: &CancelToken,
+) -> Result<Option<LockInfoDebug>> {
+    backend.lookup_raw(Lookup::LockId(lock_id), cancel)
+}
+
+/// Whether a live lease has this lock id. It changes nothing, unlike an extend, which is no way to ask.
+///
+/// **Check-then-act is a race**: `if owns(..) { write() }` writes after the lease is lost. See the
+/// [module](crate::diagnostics) for what to do instead.
+///
+/// ```no_run
+/// # use syncguard::{MemoryBackend, owns};
+/// # let (backend, lock_id) = (MemoryBackend::new(), String::new());
+/// # fn write_file() {}
+/// // WRONG: between the two lines the lease can go to somebody else.
+/// if owns(&backend, &lock_id)? {
+///     write_file();
+/// }
+/// # Ok::<(), syncguard::LockError>(())
+/// ```
+pub fn owns<B: LockBackend + ?Sized>(backend: &B, lock_id: &str) -> Result<bool> {
+    owns_cancellable(backend, lock_id, &CancelToken::never())
+}
+
+/// [`owns`] that a token can end.
+pub fn owns_cancellable<B: LockBackend + ?Sized>(
+    backend: &B,
+    lock_id: &str,
+    cancel: &CancelToken,
+) -> Result<bool> {
+    Ok(get_by_id_cancellable(backend, lock_id, cancel)?.is_some())
+}

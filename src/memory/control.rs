@@ -1,0 +1,289 @@
+//! What a test does to a [`MemoryBackend`], and what it sees in it.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use crate::backend::{AcquireResult, Acquired};
+use crate::error::Result;
+use crate::memory::fault::{Call, Fault, Gate, GateInner, Kind, Loss, Orders};
+use crate::memory::store::{OrderedLoss, Store};
+use crate::memory::time::ServerTime;
+use crate::memory::{MemoryBackend, lock};
+use crate::model::lock_id::LockId;
+use crate::model::time::{Clock, MAX_TTL, TIME_TOLERANCE_MS, Ttl};
+
+/// Time.
+impl MemoryBackend {
+    /// Lets time pass: the server's and, on a [manual](MemoryBackend::manual) clock, the local
+    /// one, together. Wakes guards and calls that wait for it. On the system's time only the
+    /// server's clock can be moved.
+    pub fn advance(&self, by: Duration) {
+        lock(&self.shared.state).time.advance(by);
+        self.shared.clock.advance(by);
+    }
+
+    /// Moves the server's clock alone, forward or back: it was set, or a standby with another
+    /// time took over. The holders' own view of their leases does not change.
+    pub fn shift_server_clock(&self, by_ms: i64) {
+        lock(&self.shared.state).time.shift_ms(by_ms);
+    }
+
+    /// Sets the server's clock alone, in Unix milliseconds.
+    pub fn set_server_time(&self, now_ms: i64) {
+        lock(&self.shared.state).time.set_ms(now_ms);
+    }
+
+    /// The server's time, in Unix milliseconds.
+    #[must_use]
+    pub fn server_time(&self) -> i64 {
+        lock(&self.shared.state).time.now_ms()
+    }
+}
+
+/// What happens to leases behind their holder's back.
+impl MemoryBackend {
+    /// Another holder takes the key, if it is free, and keeps it for a year.
+    pub fn contend(&self, key: &str) -> Result<AcquireResult> {
+        let (stored, id, ttl) = (self.stored(key)?, LockId::generate()?, Ttl::new(MAX_TTL)?);
+        self.shared.decide(|store, now| store.acquire(&stored, id.as_str(), ttl, now))
+    }
+
+    /// Another holder has the key from now on, for five minutes and with a newer fence, whoever
+    /// held it: what a holder finds who was paused for too long.
+    pub fn take_over(&self, key: &str) -> Result<Acquired> {
+        let (stored, id) = (self.stored(key)?, LockId::generate()?);
+        let ttl = Ttl::new(STRANGER_TTL)?;
+        self.shared.decide(|store, now| store.grant(&stored, id.as_str(), ttl, now))
+    }
+
+    /// The key's lease is over, tolerance included. Whether there was a row.
+    pub fn expire(&self, key: &str) -> Result<bool> {
+        self.age(key, TIME_TOLERANCE_MS)
+    }
+
+    /// The key's lease ended so many milliseconds ago; below 0, it has that long to live. Whether
+    /// there was a row.
+    pub fn age(&self, key: &str, past_expiry_ms: i64) -> Result<bool> {
+        let stored = self.stored(key)?;
+        Ok(self.shared.decide(|store, now| store.age(&stored.base, past_expiry_ms, now)))
+    }
+
+    /// The key's row is deleted, as an operator would do it. Whether there was one.
+    pub fn remove(&self, key: &str) -> Result<bool> {
+        let stored = self.stored(key)?;
+        Ok(self.shared.decide(|store, _| store.remove(&stored.base)))
+    }
+
+    /// What the next renewal or extend of the key's lease finds. Later orders replace earlier ones.
+    pub fn lose_on_next_renewal(&self, key: &str, loss: Loss) -> Result<()> {
+        let (key, stranger) = (self.stored(key)?, LockId::generate()?);
+        let ordered = OrderedLoss { loss, key, stranger, ttl: Ttl::new(STRANGER_TTL)? };
+        self.shared.decide(|store, _| store.order_loss(ordered));
+        Ok(())
+    }
+
+    /// Sets the key's fence counter, for example near [`FENCE_MAX`](crate::FENCE_MAX).
+    pub fn set_counter(&self, key: &str, value: u64) -> Result<()> {
+        let stored = self.stored(key)?;
+        self.shared.decide(|store, _| store.set_counter(&stored.fence, value));
+        Ok(())
+    }
+}
+
+/// What happens to calls.
+impl MemoryBackend {
+    /// The next call of this kind that has no such order before it fails.
+    pub fn fail_next(&self, call: Call, fault: impl Into<Fault>) {
+        lock(&self.shared.orders).push_next(call, fault.into());
+    }
+
+    /// Every call of this kind fails, until [`heal`](MemoryBackend::heal).
+    pub fn fail_every(&self, call: Call, fault: impl Into<Fault>) {
+        lock(&self.shared.orders).set_every(call, fault.into());
+    }
+
+    /// Every call of every kind fails: the server is away.
+    pub fn fail_all(&self, fault: impl Into<Fault>) {
+        let fault = fault.into();
+        for call in Call::ALL {
+            self.fail_every(call, fault.clone());
+        }
+    }
+
+    /// The next call of this kind hangs before it does anything, until the gate is opened or its
+    /// cancel token fires (`Aborted`) or its deadline comes (`NetworkTimeout`); then it has
+    /// changed nothing.
+    pub fn hang_next(&self, call: Call) -> Gate {
+        let gate = self.shared.gate();
+        self.fail_next(call, Fault(Kind::Hang(Arc::clone(&gate.0))));
+        gate
+    }
+
+    /// Every call of this kind hangs like that, until the gate is opened.
+    pub fn hang_every(&self, call: Call) -> Gate {
+        let gate = self.shared.gate();
+        self.fail_every(call, Fault(Kind::Hang(Arc::clone(&gate.0))));
+        gate
+    }
+
+    /// The next call of this kind does its work, and its answer hangs. A deadline that comes
+    /// meanwhile leaves the outcome unknown, and a change that may be made is not cancelled.
+    pub fn hang_answer_of_next(&self, call: Call) -> Gate {
+        let gate = self.shared.gate();
+        self.fail_next(call, Fault(Kind::HangAnswer(Arc::clone(&gate.0))));
+        gate
+    }
+
+    /// Takes back all orders that are still waiting. Gates stay as they are.
+    pub fn heal(&self) {
+        lock(&self.shared.orders).clear();
+        self.shared.decide(|store, _| store.clear_losses());
+    }
+}
+
+/// What a test sees.
+impl MemoryBackend {
+    /// How many leases are live.
+    #[must_use]
+    pub fn live_leases(&self) -> usize {
+        self.shared.decide(|store, now| store.live_count(now))
+    }
+
+    /// How many rows there are, expired ones included: nothing removes a row at its expiry.
+    #[must_use]
+    pub fn rows(&self) -> usize {
+        self.shared.decide(|store, _| store.row_count())
+    }
+
+    /// The key's fence counter; `None` if it was never granted, or is not a key.
+    #[must_use]
+    pub fn counter(&self, key: &str) -> Option<u64> {
+        let stored = self.stored(key).ok()?;
+        self.shared.decide(|store, _| store.counter(&stored.fence))
+    }
+
+    /// How many calls of this kind have arrived, without those refused for their arguments.
+    #[must_use]
+    pub fn calls(&self, call: Call) -> u64 {
+        lock(&self.shared.counts).arrived.get(&call).copied().unwrap_or(0)
+    }
+
+    /// Waits until so many calls of this kind have been answered, for at most `limit` of real time.
+    #[must_use = "false means that the calls did not come"]
+    pub fn wait_for_answers(&self, call: Call, calls: u64, limit: Duration) -> bool {
+        let end = Instant::now() + limit.min(Duration::from_secs(86_400));
+        let mut counts = lock(&self.shared.counts);
+        while counts.answered.get(&call).copied().unwrap_or(0) < calls {
+            let rest = end.saturating_duration_since(Instant::now());
+            if rest.is_zero() {
+                return false;
+            }
+            let woken = self.shared.answered.wait_timeout(counts, rest);
+            counts = woken.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        true
+    }
+
+    /// How often [`close`](crate::LockBackend::close) was called. The leases of a closed backend
+    /// stay, and so do its clones: it stands for the server as well as for its clients.
+    #[must_use]
+    pub fn closes(&self) -> u64 {
+        lock(&self.shared.counts).closes
+    }
+}
+
+/// How long a holder that a test has invented keeps a key it took over.
+const STRANGER_TTL: Duration = Duration::from_secs(300);
+
+/// What the clones of a backend have in common. Its mutexes are never held together.
+pub(super) struct Shared {
+    pub(super) clock: Clock,
+    state: Mutex<State>,
+    orders: Mutex<Orders>,
+    counts: Mutex<Counts>,
+    answered: Condvar,
+    gates: Mutex<Vec<Weak<GateInner>>>,
+}
+
+struct State {
+    store: Store,
+    time: ServerTime,
+}
+
+#[derive(Default)]
+struct Counts {
+    arrived: BTreeMap<Call, u64>,
+    answered: BTreeMap<Call, u64>,
+    closes: u64,
+}
+
+impl Shared {
+    pub(super) fn new(clock: Clock) -> Arc<Self> {
+        let shared = Arc::new(Self {
+            state: Mutex::new(State { store: Store::default(), time: ServerTime::of(&clock) }),
+            clock,
+            orders: Mutex::default(),
+            counts: Mutex::default(),
+            answered: Condvar::new(),
+            gates: Mutex::default(),
+        });
+        // Weak: the clock belongs to what it wakes.
+        let weak = Arc::downgrade(&shared);
+        shared.clock.on_advance(move || {
+            if let Some(shared) = weak.upgrade() {
+                shared.nudge_gates();
+            }
+        });
+        shared
+    }
+
+    /// One indivisible step at one server time.
+    pub(super) fn decide<T>(&self, work: impl FnOnce(&mut Store, i64) -> T) -> T {
+        let mut state = lock(&self.state);
+        let now = state.time.now_ms();
+        work(&mut state.store, now)
+    }
+
+    pub(super) fn take_fault(&self, call: Call) -> Option<Fault> {
+        lock(&self.orders).take(call)
+    }
+
+    /// Counts a call now, and its answer when the result is dropped.
+    pub(super) fn arrive(&self, call: Call) -> Answer<'_> {
+        *lock(&self.counts).arrived.entry(call).or_default() += 1;
+        Answer { shared: self, call }
+    }
+
+    pub(super) fn count_close(&self) {
+        lock(&self.counts).closes += 1;
+    }
+
+    fn gate(&self) -> Gate {
+        let gate = Arc::<GateInner>::default();
+        let mut gates = lock(&self.gates);
+        gates.retain(|gate| gate.strong_count() > 0);
+        gates.push(Arc::downgrade(&gate));
+        Gate(gate)
+    }
+
+    fn nudge_gates(&self) {
+        let gates = lock(&self.gates).clone();
+        for gate in gates.iter().filter_map(Weak::upgrade) {
+            gate.nudge();
+        }
+    }
+}
+
+/// A call on its way.
+pub(super) struct Answer<'a> {
+    shared: &'a Shared,
+    call: Call,
+}
+
+impl Drop for Answer<'_> {
+    fn drop(&mut self) {
+        *lock(&self.shared.counts).answered.entry(self.call).or_default() += 1;
+        self.shared.answered.notify_all();
+    }
+}

@@ -1,0 +1,426 @@
+//! Leases in this process: the [contract](crate::backend) as an executable model, to test programs
+//! that hold locks without a server.
+//!
+//! Everything that a server decides is decided here by the same rules, and everything that goes
+//! wrong with one can be ordered: another holder, an expiry, a take-over, an error, a lost answer, a
+//! call that hangs. Time passes when the test says so.
+//!
+//! # Testing the moment at which a lock is lost
+//!
+//! ```
+//! use std::time::Duration;
+//! use syncguard::backend::LockBackend;
+//! use syncguard::memory::{Call, Fault};
+//! use syncguard::{CancelToken, ErrorCode, ExtendOutcome, MemoryBackend};
+//!
+//! // The code under test: writes step by step and renews before each step.
+//! fn import(locks: &dyn LockBackend, done: &mut Vec<u32>) -> syncguard::Result<bool> {
+//!     let (ttl, never) = (Duration::from_secs(30), CancelToken::never());
+//!     let Some(lease) = locks.acquire("import", ttl, &never)?.acquired() else { return Ok(false) };
+//!     for step in 0..3 {
+//!         if let ExtendOutcome::NotHeld(_) = locks.extend(&lease.lock_id, ttl, &never)? {
+//!             return Ok(false); // lost: whatever we write now, somebody else may be writing too
+//!         }
+//!         done.push(step);
+//!     }
+//!     locks.release(&lease.lock_id, &never)?;
+//!     Ok(true)
+//! }
+//!
+//! let locks = MemoryBackend::manual();
+//! let mut done = Vec::new();
+//! assert!(import(&locks, &mut done)?);
+//!
+//! // Somebody else takes the key over before the first renewal: nothing is written.
+//! locks.lose_on_next_renewal("import", syncguard::memory::Loss::TakenOver)?;
+//! done.clear();
+//! assert!(!import(&locks, &mut done)? && done.is_empty());
+//!
+//! // That holder dies and its lease runs out. Then the server goes away in the middle.
+//! locks.advance(Duration::from_secs(600));
+//! locks.fail_next(Call::Extend, ErrorCode::ServiceUnavailable);
+//! assert_eq!(import(&locks, &mut done).unwrap_err().code(), ErrorCode::ServiceUnavailable);
+//!
+//! // The grant was made, but its answer got lost: the error says that the key may be held.
+//! locks.advance(Duration::from_secs(600));
+//! locks.fail_next(Call::Acquire, Fault::lost_answer(ErrorCode::NetworkTimeout));
+//! assert!(import(&locks, &mut done).unwrap_err().is_outcome_unknown());
+//! assert!(locks.is_locked("import", &CancelToken::never())?);
+//! # Ok::<(), syncguard::LockError>(())
+//! ```
+//!
+//! # How it works
+//!
+//! One mutex guards the state, and each operation is one critical section in which the server's
+//! time is read once. Calls hang before or after that section, never inside; no lock is held while
+//! foreign code runs (clock wakers, token hooks, the logger).
+
+mod control;
+mod fault;
+mod store;
+mod time;
+
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use crate::backend::{
+    AcquireResult, Attempt, Capabilities, ExtendOutcome, LockBackend, LockInfo, LockInfoDebug, Lookup,
+    ReleaseOutcome, RenewOutcome, Renewal, TimeAuthority,
+};
+use crate::cancel::CancelToken;
+use crate::error::{ErrorCode, LockError, Result};
+use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
+use crate::model::lock_id::LockId;
+use crate::model::time::{Clock, Moment, TIME_TOLERANCE_MS, Ttl};
+
+use control::Shared;
+pub use fault::{Call, Fault, Gate, Loss};
+use fault::{Kind, Stay};
+use store::{Store, StoredKey};
+
+/// A [`LockBackend`] that keeps its leases in this process. See the [module](crate::memory).
+///
+/// Clones share everything: they are so many clients of one server.
+#[derive(Clone)]
+pub struct MemoryBackend {
+    shared: Arc<Shared>,
+    limit: usize,
+    reserve: usize,
+    operation_timeout: Duration,
+}
+
+impl MemoryBackend {
+    /// A backend on the system's time, for locks between the threads of one process.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::on(Clock::system())
+    }
+
+    /// A backend whose time stands still until [`advance`](MemoryBackend::advance) moves it.
+    #[must_use]
+    pub fn manual() -> Self {
+        Self::on(Clock::manual())
+    }
+
+    /// Limits stored keys to so many bytes, as a backend with a small limit would: longer keys are
+    /// stored under their digest. Below 28 bytes even that does not fit, and keys are refused.
+    /// To be chosen before the backend is cloned: clones that disagree are clients that do not
+    /// see each other's locks.
+    #[must_use]
+    pub fn with_storage_limit(mut self, bytes: usize) -> Self {
+        self.limit = bytes;
+        self
+    }
+
+    /// How long a single operation may take, 5 s by default: calls that [hang](Gate) end then.
+    #[must_use]
+    pub fn with_operation_timeout(mut self, timeout: Duration) -> Self {
+        self.operation_timeout = timeout;
+        self
+    }
+
+    fn on(clock: Clock) -> Self {
+        Self {
+            shared: Shared::new(clock),
+            limit: BACKEND_LIMIT_POSTGRES,
+            reserve: RESERVE_BYTES_POSTGRES,
+            operation_timeout: Duration::from_secs(5),
+        }
+    }
+
+    fn stored(&self, key: &str) -> Result<StoredKey> {
+        let user = Key::new(key)?;
+        let (base, fence) = user.stored(self.limit, self.reserve)?;
+        Ok(StoredKey { user, base, fence })
+    }
+
+    fn default_deadline(&self) -> Moment {
+        self.shared.clock.now().after(self.operation_timeout)
+    }
+
+    /// One call from its arrival to its answer, with the faults that wait for it.
+    fn call<T>(
+        &self,
+        call: Call,
+        effect: Effect<'_>,
+        (deadline, cancel): (Moment, &CancelToken),
+        work: impl FnOnce(&mut Store, i64) -> T,
+    ) -> Result<T, Failure> {
+        let _answered = self.shared.arrive(call);
+        let clock = &self.shared.clock;
+        if cancel.is_cancelled() {
+            return Err(Failure::ABORTED);
+        }
+        if clock.now() >= deadline {
+            return Err(Failure::TIMED_OUT);
+        }
+        let Some(fault) = self.shared.take_fault(call) else { return Ok(self.shared.decide(work)) };
+        let unknown =
+            |failure: Failure| failure.unknown(self.shared.decide(|store, now| effect.span(store, now)));
+        match fault.0 {
+            Kind::Error(code) => Err(Failure::ordered(code)),
+            Kind::LostRequest(code) => Err(unknown(Failure::ordered(code))),
+            Kind::LostAnswer(code) => {
+                let failure = unknown(Failure::ordered(code));
+                drop(self.shared.decide(work));
+                Err(failure)
+            }
+            Kind::Hang(gate) => match gate.hold(clock, deadline, cancel) {
+                Stay::Opened => Ok(self.shared.decide(work)),
+                Stay::Cancelled => Err(Failure::ABORTED),
+                Stay::TimedOut => Err(Failure::TIMED_OUT),
+            },
+            Kind::HangAnswer(gate) => {
+                let timed_out = unknown(Failure::TIMED_OUT);
+                let answer = self.shared.decide(work);
+                // What may be committed is no longer cancelled: only a read may still be given up.
+                let never = CancelToken::never();
+                let token = if matches!(effect, Effect::Read) { cancel } else { &never };
+                match gate.hold(clock, deadline, token) {
+                    Stay::Opened => Ok(answer),
+                    Stay::Cancelled => Err(Failure::ABORTED),
+                    Stay::TimedOut => Err(timed_out),
+                }
+            }
+        }
+    }
+
+    fn extend_call(
+        &self,
+        lock_id: &str,
+        ttl: Duration,
+        deadline: Moment,
+        cancel: &CancelToken,
+    ) -> Result<ExtendOutcome> {
+        let (id, ttl) = (LockId::parse(lock_id)?, Ttl::new(ttl)?);
+        self.call(Call::Extend, Effect::Grant(ttl), (deadline, cancel), |store, now| {
+            store.apply_loss(id.as_str(), now, false);
+            store.extend(id.as_str(), ttl, now)
+        })
+        .map_err(|failure| failure.error().with_lock_id(lock_id))
+    }
+
+    fn release_call(&self, lock_id: &str, deadline: Moment, cancel: &CancelToken) -> Result<ReleaseOutcome> {
+        let id = LockId::parse(lock_id)?;
+        self.call(Call::Release, Effect::Release(id.as_str()), (deadline, cancel), |store, now| {
+            store.release(id.as_str(), now)
+        })
+        .map_err(|failure| failure.error().with_lock_id(lock_id))
+    }
+
+    fn look(&self, call: Call, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<bool> {
+        let stored = self.stored(key)?;
+        let live = self
+            .call(call, Effect::Read, (deadline, cancel), |store, now| {
+                store.live_by_key(&stored.base, now).is_some()
+            })
+            .map_err(|failure| failure.error().with_key(key))?;
+        cancel.check()?;
+        Ok(live)
+    }
+}
+
+impl LockBackend for MemoryBackend {
+    fn acquire(&self, key: &str, ttl: Duration, cancel: &CancelToken) -> Result<AcquireResult> {
+        let lock_id = LockId::generate()?;
+        let deadline = self.default_deadline();
+        self.attempt(&Attempt { key, lock_id: lock_id.as_str(), ttl, deadline }, cancel)
+    }
+
+    fn release(&self, lock_id: &str, cancel: &CancelToken) -> Result<ReleaseOutcome> {
+        self.release_call(lock_id, self.default_deadline(), cancel)
+    }
+
+    fn extend(&self, lock_id: &str, ttl: Duration, cancel: &CancelToken) -> Result<ExtendOutcome> {
+        self.extend_call(lock_id, ttl, self.default_deadline(), cancel)
+    }
+
+    fn is_locked(&self, key: &str, cancel: &CancelToken) -> Result<bool> {
+        self.look(Call::IsLocked, key, self.default_deadline(), cancel)
+    }
+
+    fn lookup(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfo>> {
+        Ok(self.lookup_raw(what, cancel)?.map(|info| info.sanitized()))
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        // A manual clock is one for all clients and none of theirs; the system's is the client's own.
+        let manual = self.shared.clock.is_manual();
+        Capabilities::fencing("memory", if manual { TimeAuthority::Server } else { TimeAuthority::Client })
+    }
+
+    fn attempt(&self, attempt: &Attempt<'_>, cancel: &CancelToken) -> Result<AcquireResult> {
+        let key = self.stored(attempt.key)?;
+        let (id, ttl) = (LockId::parse(attempt.lock_id)?, Ttl::new(attempt.ttl)?);
+        let in_context = |error: LockError| error.with_key(attempt.key).with_lock_id(attempt.lock_id);
+        let answer = self
+            .call(Call::Acquire, Effect::Grant(ttl), (attempt.deadline, cancel), |store, now| {
+                store.acquire(&key, id.as_str(), ttl, now)
+            })
+            .map_err(|failure| in_context(failure.error()))?
+            .map_err(in_context)?;
+        if let Some(fence) = answer.fence() {
+            fence.warn_near_limit(key.user.as_str());
+        }
+        Ok(answer)
+    }
+
+    fn peek(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<bool> {
+        self.look(Call::Peek, key, deadline, cancel)
+    }
+
+    fn extend_by(
+        &self,
+        lock_id: &str,
+        ttl: Duration,
+        deadline: Moment,
+        cancel: &CancelToken,
+    ) -> Result<ExtendOutcome> {
+        self.extend_call(lock_id, ttl, deadline, cancel)
+    }
+
+    fn release_by(&self, lock_id: &str, deadline: Moment) -> Result<ReleaseOutcome> {
+        self.release_call(lock_id, deadline, &CancelToken::never())
+    }
+
+    fn renew(&self, leases: &[Renewal<'_>], deadline: Moment) -> Vec<Result<RenewOutcome>> {
+        if leases.is_empty() {
+            return Vec::new();
+        }
+        let checked: Vec<Result<(StoredKey, Ttl)>> = leases
+            .iter()
+            .map(|lease| {
+                LockId::parse(lease.lock_id)?;
+                Ok((self.stored(lease.key)?, Ttl::new(lease.ttl)?))
+            })
+            .collect();
+        let longest = checked.iter().flatten().map(|(_, ttl)| *ttl).max_by_key(|ttl| ttl.get());
+        let effect = longest.map_or(Effect::Read, Effect::Grant);
+        let outcomes = self.call(Call::Renew, effect, (deadline, &CancelToken::never()), |store, now| {
+            let renew_one = |(lease, checked): (&Renewal<'_>, Result<(StoredKey, Ttl)>)| {
+                let (key, ttl) = checked?;
+                if store.apply_loss(lease.lock_id, now, true) {
+                    return Ok(RenewOutcome::Busy);
+                }
+                Ok(store.renew(&key, lease.lock_id, ttl, now))
+            };
+            leases.iter().zip(checked).map(renew_one).collect()
+        });
+        outcomes.unwrap_or_else(|failure| {
+            let error = |lease: &Renewal<'_>| failure.error().with_key(lease.key).with_lock_id(lease.lock_id);
+            leases.iter().map(|lease| Err(error(lease))).collect()
+        })
+    }
+
+    fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoDebug>> {
+        let deadline = self.default_deadline();
+        let found = match what {
+            Lookup::Key(key) => {
+                let stored = self.stored(key)?;
+                self.call(Call::Lookup, Effect::Read, (deadline, cancel), |store, now| {
+                    store.live_by_key(&stored.base, now)
+                })
+                .map_err(|failure| failure.error().with_key(key))?
+            }
+            Lookup::LockId(lock_id) => {
+                let id = LockId::parse(lock_id)?;
+                self.call(Call::Lookup, Effect::Read, (deadline, cancel), |store, now| {
+                    store.live_by_id(id.as_str(), now)
+                })
+                .map_err(|failure| failure.error().with_lock_id(lock_id))?
+            }
+        };
+        cancel.check()?;
+        Ok(found)
+    }
+
+    fn clock(&self) -> Clock {
+        self.shared.clock.clone()
+    }
+
+    fn operation_timeout(&self) -> Duration {
+        self.operation_timeout
+    }
+
+    fn close(&self) {
+        self.shared.count_close();
+    }
+}
+
+impl Default for MemoryBackend {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl fmt::Debug for MemoryBackend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MemoryBackend")
+            .field("clock", &self.shared.clock)
+            .field("live_leases", &self.live_leases())
+            .finish_non_exhaustive()
+    }
+}
+
+/// What a call whose outcome is unknown may have left behind.
+#[derive(Clone, Copy)]
+enum Effect<'a> {
+    Read,
+    Grant(Ttl),
+    Release(&'a str),
+}
+
+impl Effect<'_> {
+    /// How long it may last; nothing for a read.
+    fn span(self, store: &Store, now: i64) -> Option<Duration> {
+        let tolerance = Duration::from_millis(TIME_TOLERANCE_MS.unsigned_abs());
+        match self {
+            Self::Read => None,
+            Self::Grant(ttl) => Some(ttl.get() + tolerance),
+            Self::Release(id) => {
+                Some(Duration::from_millis(u64::try_from(store.rest_ms(id, now)).unwrap_or(0)))
+            }
+        }
+    }
+}
+
+/// An error before it knows its key and id; one failure may concern many leases.
+#[derive(Clone, Copy)]
+struct Failure {
+    code: ErrorCode,
+    message: &'static str,
+    may_be_held_for: Option<Duration>,
+}
+
+impl Failure {
+    const ABORTED: Self =
+        Self { code: ErrorCode::Aborted, message: "Operation aborted by signal", may_be_held_for: None };
+
+    const TIMED_OUT: Self = Self {
+        code: ErrorCode::NetworkTimeout,
+        message: "the operation did not end before its deadline: allow it more time, or see what hangs",
+        may_be_held_for: None,
+    };
+
+    fn ordered(code: ErrorCode) -> Self {
+        Self { code, message: "the memory backend was told to fail", may_be_held_for: None }
+    }
+
+    fn unknown(mut self, span: Option<Duration>) -> Self {
+        self.may_be_held_for = span;
+        self
+    }
+
+    fn error(self) -> LockError {
+        let error = LockError::new(self.code).with_message(self.message);
+        match self.may_be_held_for {
+            Some(span) => error.with_unknown_outcome(span),
+            None => error,
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

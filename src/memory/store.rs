@@ -1,0 +1,241 @@
+//! The tables of the memory backend and the decisions taken on them: a pure function of the state,
+//! the arguments and the server's time, with no clock and no lock of its own.
+//!
+//! Invariants:
+//! 1. `ids` holds exactly one entry per row, from the row's lock id to its stored key.
+//! 2. A row's fence is never above its key's counter, and no counter is ever lowered or removed.
+//! 3. A refusal leaves rows and counters as they were.
+
+use std::collections::BTreeMap;
+
+use crate::backend::{
+    AcquireResult, Acquired, ExtendOutcome, LockInfoDebug, LostReason, Reason, ReleaseOutcome, RenewOutcome,
+};
+use crate::error::{ErrorCode, LockError, Result};
+use crate::memory::fault::Loss;
+use crate::model::fence::Fence;
+use crate::model::key::Key;
+use crate::model::lock_id::LockId;
+use crate::model::time::{TIME_TOLERANCE_MS, Ttl, is_live};
+
+#[derive(Default)]
+pub(super) struct Store {
+    rows: BTreeMap<String, Row>,
+    ids: BTreeMap<String, String>,
+    counters: BTreeMap<String, u64>,
+    losses: BTreeMap<String, OrderedLoss>,
+}
+
+#[derive(Clone, PartialEq, Eq)]
+struct Row {
+    lock_id: String,
+    user_key: String,
+    acquired_at_ms: i64,
+    expires_at_ms: i64,
+    fence: Fence,
+}
+
+impl Row {
+    fn is_live(&self, now: i64) -> bool {
+        is_live(self.expires_at_ms, now, TIME_TOLERANCE_MS)
+    }
+
+    fn grant(&self) -> Acquired {
+        Acquired { lock_id: self.lock_id.clone(), fence: self.fence, expires_at_ms: self.expires_at_ms }
+    }
+
+    fn info(&self) -> LockInfoDebug {
+        LockInfoDebug::new(
+            self.user_key.clone(),
+            self.lock_id.clone(),
+            self.expires_at_ms,
+            self.acquired_at_ms,
+            self.fence,
+        )
+    }
+}
+
+/// A loss that waits for its lease to be renewed, with all that a take-over needs.
+pub(super) struct OrderedLoss {
+    pub(super) loss: Loss,
+    pub(super) key: StoredKey,
+    pub(super) stranger: LockId,
+    pub(super) ttl: Ttl,
+}
+
+/// A validated key and the names under which its row and its counter are stored.
+pub(super) struct StoredKey {
+    pub(super) user: Key,
+    pub(super) base: String,
+    pub(super) fence: String,
+}
+
+impl Store {
+    pub(super) fn acquire(
+        &mut self,
+        key: &StoredKey,
+        lock_id: &str,
+        ttl: Ttl,
+        now: i64,
+    ) -> Result<AcquireResult> {
+        if let Some(row) = self.rows.get(&key.base).filter(|row| row.is_live(now)) {
+            // The same attempt again gets the answer that it may have missed.
+            let mine = row.lock_id == lock_id;
+            return Ok(if mine { AcquireResult::Acquired(row.grant()) } else { AcquireResult::Locked });
+        }
+        if self.ids.get(lock_id).is_some_and(|base| *base != key.base) {
+            return Err(LockError::new(ErrorCode::Internal)
+                .with_message("the lock id is in use for another key: choose a fresh one per attempt"));
+        }
+        self.grant(key, lock_id, ttl, now).map(AcquireResult::Acquired)
+    }
+
+    /// Gives the key to `lock_id`, whoever has it.
+    pub(super) fn grant(&mut self, key: &StoredKey, lock_id: &str, ttl: Ttl, now: i64) -> Result<Acquired> {
+        let fence = Fence::following(self.counter(&key.fence).unwrap_or(0))?;
+        self.remove(&key.base);
+        self.counters.insert(key.fence.clone(), fence.get());
+        self.ids.insert(lock_id.to_owned(), key.base.clone());
+        let row = Row {
+            lock_id: lock_id.to_owned(),
+            user_key: key.user.as_str().to_owned(),
+            acquired_at_ms: now,
+            expires_at_ms: now.saturating_add(ttl.millis()),
+            fence,
+        };
+        let grant = row.grant();
+        self.rows.insert(key.base.clone(), row);
+        Ok(grant)
+    }
+
+    pub(super) fn release(&mut self, lock_id: &str, now: i64) -> ReleaseOutcome {
+        match self.by_id(lock_id) {
+            None => ReleaseOutcome::NotHeld(Some(Reason::NotFound)),
+            Some((_, row)) if !row.is_live(now) => ReleaseOutcome::NotHeld(Some(Reason::Expired)),
+            Some((base, _)) => {
+                let base = base.to_owned();
+                self.remove(&base);
+                ReleaseOutcome::Released
+            }
+        }
+    }
+
+    pub(super) fn extend(&mut self, lock_id: &str, ttl: Ttl, now: i64) -> ExtendOutcome {
+        let row = self.ids.get(lock_id).and_then(|base| self.rows.get_mut(base));
+        match row.filter(|row| row.lock_id == lock_id) {
+            None => ExtendOutcome::NotHeld(Some(Reason::NotFound)),
+            Some(row) if !row.is_live(now) => ExtendOutcome::NotHeld(Some(Reason::Expired)),
+            Some(row) => {
+                row.expires_at_ms = now.saturating_add(ttl.millis());
+                ExtendOutcome::Extended { expires_at_ms: row.expires_at_ms }
+            }
+        }
+    }
+
+    pub(super) fn renew(&mut self, key: &StoredKey, lock_id: &str, ttl: Ttl, now: i64) -> RenewOutcome {
+        match self.extend(lock_id, ttl, now) {
+            ExtendOutcome::Extended { expires_at_ms } => RenewOutcome::Renewed { expires_at_ms },
+            ExtendOutcome::NotHeld(Some(Reason::Expired)) => RenewOutcome::Lost(LostReason::Expired),
+            ExtendOutcome::NotHeld(_) => RenewOutcome::Lost(match self.rows.get(&key.base) {
+                Some(newer) => LostReason::TakenOver { fence: newer.fence },
+                None => LostReason::RowMissing,
+            }),
+        }
+    }
+
+    pub(super) fn live_by_key(&self, base: &str, now: i64) -> Option<LockInfoDebug> {
+        self.rows.get(base).filter(|row| row.is_live(now)).map(Row::info)
+    }
+
+    pub(super) fn live_by_id(&self, lock_id: &str, now: i64) -> Option<LockInfoDebug> {
+        self.by_id(lock_id).map(|(_, row)| row).filter(|row| row.is_live(now)).map(Row::info)
+    }
+
+    pub(super) fn live_count(&self, now: i64) -> usize {
+        self.rows.values().filter(|row| row.is_live(now)).count()
+    }
+
+    pub(super) fn row_count(&self) -> usize {
+        self.rows.len()
+    }
+
+    pub(super) fn counter(&self, fence_key: &str) -> Option<u64> {
+        self.counters.get(fence_key).copied()
+    }
+
+    pub(super) fn set_counter(&mut self, fence_key: &str, value: u64) {
+        self.counters.insert(fence_key.to_owned(), value);
+    }
+
+    /// Moves a row's life so that it ended `past_ms` before `now`; whether there was a row.
+    pub(super) fn age(&mut self, base: &str, past_ms: i64, now: i64) -> bool {
+        let Some(row) = self.rows.get_mut(base) else { return false };
+        let length = row.expires_at_ms.saturating_sub(row.acquired_at_ms);
+        row.expires_at_ms = now.saturating_sub(past_ms);
+        row.acquired_at_ms = row.expires_at_ms.saturating_sub(length);
+        true
+    }
+
+    pub(super) fn remove(&mut self, base: &str) -> bool {
+        match self.rows.remove(base) {
+            Some(row) => {
+                self.ids.remove(&row.lock_id);
+                true
+            }
+            None => false,
+        }
+    }
+
+    pub(super) fn order_loss(&mut self, ordered: OrderedLoss) {
+        self.losses.insert(ordered.key.base.clone(), ordered);
+    }
+
+    /// Lets an ordered loss happen to a lease that is about to be renewed or extended; whether a
+    /// renewal must answer `Busy`.
+    pub(super) fn apply_loss(&mut self, lock_id: &str, now: i64, renewal: bool) -> bool {
+        let Some(base) = self.ids.get(lock_id).cloned() else { return false };
+        let Some(ordered) = self.losses.remove(&base) else { return false };
+        match ordered.loss {
+            Loss::Busy if renewal => return true,
+            Loss::Busy => self.order_loss(ordered),
+            Loss::Expired => {
+                self.age(&base, TIME_TOLERANCE_MS, now);
+            }
+            Loss::RowMissing => {
+                self.remove(&base);
+            }
+            Loss::TakenOver => {
+                // A counter at its limit lets nobody take over: the row is just gone.
+                if self.grant(&ordered.key, ordered.stranger.as_str(), ordered.ttl, now).is_err() {
+                    self.remove(&base);
+                }
+            }
+        }
+        false
+    }
+
+    pub(super) fn clear_losses(&mut self) {
+        self.losses.clear();
+    }
+
+    /// A lock id's row. The row's own id is compared: the mapping alone proves nothing.
+    fn by_id(&self, lock_id: &str) -> Option<(&str, &Row)> {
+        let base = self.ids.get(lock_id)?;
+        let row = self.rows.get(base).filter(|row| row.lock_id == lock_id)?;
+        Some((base, row))
+    }
+
+    /// How long a lease may still bar others, in milliseconds.
+    pub(super) fn rest_ms(&self, lock_id: &str, now: i64) -> i64 {
+        let row = self.by_id(lock_id).map(|(_, row)| row).filter(|row| row.is_live(now));
+        row.map_or(0, |row| row.expires_at_ms.saturating_add(TIME_TOLERANCE_MS).saturating_sub(now))
+    }
+
+    #[cfg(test)]
+    pub(super) fn check_invariants(&self) {
+        assert_eq!(self.ids.len(), self.rows.len());
+        for (base, row) in &self.rows {
+            assert_eq!(self.ids.get(&row.lock_id), Some(base));
+        }
+    }
+}

@@ -1,0 +1,351 @@
+//! Telemetry: a decorator that reports each operation of a backend to a callback.
+//!
+//! Without it no event is built and no hash computed. With it, an operation costs two readings of
+//! the clock and one short append; hashing and the callback happen on a thread of their own.
+//!
+//! # What is reported
+//!
+//! | call | event |
+//! | --- | --- |
+//! | `acquire`, `attempt` | one `acquire`; contention is `fail`, reason `locked` |
+//! | `release`, `release_by` | one `release`; `fail` has reason `expired` or `not-found`, if known |
+//! | `extend`, `extend_by` | one `extend`, likewise |
+//! | `renew` | one `extend` per lease; a busy row is `fail` without reason |
+//! | `is_locked` | one `isLocked`; *not locked* is `fail` without reason |
+//! | `peek` | none: waiters ask often, and each attempt reports itself |
+//! | `lookup`, `lookup_raw` | one `lookup`; *not found* is `fail` without reason |
+//! | any call that ends with an error | `fail` without reason, and the error's code |
+//!
+//! Retries are several events: one for each call of the backend.
+//!
+//! ```
+//! use std::sync::{Arc, Mutex};
+//! use std::time::Duration;
+//! use syncguard::backend::LockBackend;
+//! use syncguard::{CancelToken, MemoryBackend, TelemetryOptions, with_telemetry};
+//!
+//! let lines = Arc::new(Mutex::new(Vec::new()));
+//! let sink = Arc::clone(&lines);
+//! let options = TelemetryOptions::new(move |event| {
+//!     sink.lock().unwrap().push(format!("{} {}", event.operation, event.result));
+//! });
+//! let backend = with_telemetry(MemoryBackend::manual(), options);
+//!
+//! let never = CancelToken::never();
+//! let _lease = backend.acquire("payment:42", Duration::from_secs(30), &never)?;
+//! let _again = backend.acquire("payment:42", Duration::from_secs(30), &never)?;
+//!
+//! assert!(backend.flush(Duration::from_secs(5)));
+//! assert_eq!(*lines.lock().unwrap(), ["acquire ok", "acquire fail"]);
+//! # Ok::<(), syncguard::LockError>(())
+//! ```
+
+mod event;
+mod queue;
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::backend::{
+    AcquireResult, Attempt, Capabilities, ExtendOutcome, LockBackend, LockInfo, LockInfoDebug, Lookup,
+    LostReason, Reason, ReleaseOutcome, RenewOutcome, Renewal,
+};
+use crate::cancel::CancelToken;
+use crate::error::{ErrorCode, Result};
+use crate::model::fence::Fence;
+use crate::model::time::{Clock, Moment};
+
+pub use event::{EventResult, LockEvent, Operation, TelemetryOptions};
+use queue::Sink;
+
+/// Reports each operation of `backend`. It behaves exactly as before. See the [module](crate::telemetry).
+pub fn with_telemetry<B: LockBackend>(backend: B, options: TelemetryOptions) -> Telemetry<B> {
+    Telemetry { inner: backend, sink: Arc::new(Sink::new(options)) }
+}
+
+/// A backend whose operations are reported. Made by [`with_telemetry`].
+///
+/// Dropping the last clone waits for the callback for at most
+/// [`flush_timeout`](TelemetryOptions::flush_timeout) (not at all when a callback drops it). A
+/// callback that owns a clone keeps the thread alive for ever: let it own a
+/// [`Weak`](std::sync::Weak).
+#[derive(Clone)]
+pub struct Telemetry<B> {
+    inner: B,
+    sink: Arc<Sink>,
+}
+
+impl<B> Telemetry<B> {
+    /// The backend itself: what is done with it is not reported.
+    #[must_use]
+    pub fn inner(&self) -> &B {
+        &self.inner
+    }
+
+    /// Waits until the callback has had all events up to now, for at most `timeout`; whether it
+    /// has. In the callback itself the answer is `false`, at once.
+    pub fn flush(&self, timeout: Duration) -> bool {
+        self.sink.flush(timeout)
+    }
+
+    /// How many events the callback has had, those in which it panicked included.
+    #[must_use]
+    pub fn delivered(&self) -> u64 {
+        self.sink.counts().0
+    }
+
+    /// How many events were dropped because the callback was too slow.
+    #[must_use]
+    pub fn dropped(&self) -> u64 {
+        self.sink.counts().1
+    }
+
+    /// In how many events the callback panicked.
+    #[must_use]
+    pub fn panics(&self) -> u64 {
+        self.sink.counts().2
+    }
+
+    fn report<T>(
+        &self,
+        operation: Operation,
+        subject: Subject<'_>,
+        call: impl FnOnce(&B) -> Result<T>,
+        read: impl FnOnce(&T) -> (Ending, Option<String>),
+    ) -> Result<T> {
+        let start = Instant::now();
+        let answer = call(&self.inner);
+        let duration = start.elapsed();
+        let (ending, granted) = match &answer {
+            Ok(value) => read(value),
+            Err(error) => (Ending::error(error.code()), None),
+        };
+        let (key, lock_id) = subject.raw();
+        self.sink.offer([ending.event(operation, duration, key, lock_id.or(granted))]);
+        answer
+    }
+
+    fn acquire_reported(
+        &self,
+        key: &str,
+        call: impl FnOnce(&B) -> Result<AcquireResult>,
+    ) -> Result<AcquireResult> {
+        self.report(Operation::Acquire, Subject::Key(key), call, |answer| match answer {
+            AcquireResult::Acquired(grant) => (Ending::OK, Some(grant.lock_id.clone())),
+            AcquireResult::Locked => (Ending::fail(Some(Reason::Locked)), None),
+        })
+    }
+
+    fn release_reported(
+        &self,
+        lock_id: &str,
+        call: impl FnOnce(&B) -> Result<ReleaseOutcome>,
+    ) -> Result<ReleaseOutcome> {
+        self.report(Operation::Release, Subject::LockId(lock_id), call, |answer| match answer {
+            ReleaseOutcome::Released => (Ending::OK, None),
+            ReleaseOutcome::NotHeld(reason) => (Ending::fail(*reason), None),
+        })
+    }
+
+    fn extend_reported(
+        &self,
+        lock_id: &str,
+        call: impl FnOnce(&B) -> Result<ExtendOutcome>,
+    ) -> Result<ExtendOutcome> {
+        self.report(Operation::Extend, Subject::LockId(lock_id), call, |answer| match answer {
+            ExtendOutcome::Extended { .. } => (Ending::OK, None),
+            ExtendOutcome::NotHeld(reason) => (Ending::fail(*reason), None),
+        })
+    }
+
+    fn lookup_reported<T>(
+        &self,
+        what: Lookup<'_>,
+        call: impl FnOnce(&B) -> Result<Option<T>>,
+    ) -> Result<Option<T>> {
+        let subject = match what {
+            Lookup::Key(key) => Subject::Key(key),
+            Lookup::LockId(lock_id) => Subject::LockId(lock_id),
+        };
+        self.report(Operation::Lookup, subject, call, |found| (Ending::of(found.is_some()), None))
+    }
+}
+
+impl<B: LockBackend> LockBackend for Telemetry<B> {
+    fn acquire(&self, key: &str, ttl: Duration, cancel: &CancelToken) -> Result<AcquireResult> {
+        self.acquire_reported(key, |inner| inner.acquire(key, ttl, cancel))
+    }
+
+    fn release(&self, lock_id: &str, cancel: &CancelToken) -> Result<ReleaseOutcome> {
+        self.release_reported(lock_id, |inner| inner.release(lock_id, cancel))
+    }
+
+    fn extend(&self, lock_id: &str, ttl: Duration, cancel: &CancelToken) -> Result<ExtendOutcome> {
+        self.extend_reported(lock_id, |inner| inner.extend(lock_id, ttl, cancel))
+    }
+
+    fn is_locked(&self, key: &str, cancel: &CancelToken) -> Result<bool> {
+        let call = |inner: &B| inner.is_locked(key, cancel);
+        self.report(Operation::IsLocked, Subject::Key(key), call, |locked| (Ending::of(*locked), None))
+    }
+
+    fn lookup(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfo>> {
+        self.lookup_reported(what, |inner| inner.lookup(what, cancel))
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
+    }
+
+    fn attempt(&self, attempt: &Attempt<'_>, cancel: &CancelToken) -> Result<AcquireResult> {
+        self.acquire_reported(attempt.key, |inner| inner.attempt(attempt, cancel))
+    }
+
+    fn peek(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<bool> {
+        self.inner.peek(key, deadline, cancel)
+    }
+
+    fn extend_by(
+        &self,
+        lock_id: &str,
+        ttl: Duration,
+        deadline: Moment,
+        cancel: &CancelToken,
+    ) -> Result<ExtendOutcome> {
+        self.extend_reported(lock_id, |inner| inner.extend_by(lock_id, ttl, deadline, cancel))
+    }
+
+    fn release_by(&self, lock_id: &str, deadline: Moment) -> Result<ReleaseOutcome> {
+        self.release_reported(lock_id, |inner| inner.release_by(lock_id, deadline))
+    }
+
+    fn renew(&self, leases: &[Renewal<'_>], deadline: Moment) -> Vec<Result<RenewOutcome>> {
+        let start = Instant::now();
+        let outcomes = self.inner.renew(leases, deadline);
+        let duration = start.elapsed();
+        // Built before the queue's lock is taken: there may be thousands.
+        let events: Vec<LockEvent> = leases
+            .iter()
+            .zip(&outcomes)
+            .map(|(lease, outcome)| {
+                let ending = match outcome {
+                    Ok(outcome) => Ending::of_renewal(outcome),
+                    Err(error) => Ending::error(error.code()),
+                };
+                let (key, lock_id) = (lease.key.to_owned(), lease.lock_id.to_owned());
+                ending.event(Operation::Extend, duration, Some(key), Some(lock_id))
+            })
+            .collect();
+        self.sink.offer(events);
+        outcomes
+    }
+
+    fn reserve_renewals(&self) -> Result<()> {
+        self.inner.reserve_renewals()
+    }
+
+    fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoDebug>> {
+        self.lookup_reported(what, |inner| inner.lookup_raw(what, cancel))
+    }
+
+    fn fence_statement(&self, key: &str, fence: Fence) -> Result<String> {
+        self.inner.fence_statement(key, fence)
+    }
+
+    fn clock(&self) -> Clock {
+        self.inner.clock()
+    }
+
+    fn operation_timeout(&self) -> Duration {
+        self.inner.operation_timeout()
+    }
+
+    fn close(&self) {
+        self.inner.close();
+    }
+}
+
+impl<B: fmt::Debug> fmt::Debug for Telemetry<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (delivered, dropped, panics) = self.sink.counts();
+        f.debug_struct("Telemetry")
+            .field("inner", &self.inner)
+            .field("delivered", &delivered)
+            .field("dropped", &dropped)
+            .field("panics", &panics)
+            .finish()
+    }
+}
+
+/// What an operation was called with.
+#[derive(Clone, Copy)]
+enum Subject<'a> {
+    Key(&'a str),
+    LockId(&'a str),
+}
+
+impl Subject<'_> {
+    fn raw(self) -> (Option<String>, Option<String>) {
+        match self {
+            Self::Key(key) => (Some(key.to_owned()), None),
+            Self::LockId(lock_id) => (None, Some(lock_id.to_owned())),
+        }
+    }
+}
+
+/// How an operation ended.
+#[derive(Clone, Copy)]
+struct Ending {
+    result: EventResult,
+    reason: Option<Reason>,
+    error: Option<ErrorCode>,
+}
+
+impl Ending {
+    const OK: Self = Self { result: EventResult::Ok, reason: None, error: None };
+
+    fn fail(reason: Option<Reason>) -> Self {
+        Self { result: EventResult::Fail, reason, error: None }
+    }
+
+    fn error(code: ErrorCode) -> Self {
+        Self { error: Some(code), ..Self::fail(None) }
+    }
+
+    fn of(positive: bool) -> Self {
+        if positive { Self::OK } else { Self::fail(None) }
+    }
+
+    fn of_renewal(outcome: &RenewOutcome) -> Self {
+        match outcome {
+            RenewOutcome::Renewed { .. } => Self::OK,
+            RenewOutcome::Lost(LostReason::Expired) => Self::fail(Some(Reason::Expired)),
+            RenewOutcome::Lost(LostReason::TakenOver { .. } | LostReason::RowMissing) => {
+                Self::fail(Some(Reason::NotFound))
+            }
+            RenewOutcome::Lost(_) | RenewOutcome::Busy => Self::fail(None),
+        }
+    }
+
+    /// The event, with the raw values and without their hashes: those are the queue's to compute.
+    fn event(
+        self,
+        operation: Operation,
+        duration: Duration,
+        key: Option<String>,
+        lock_id: Option<String>,
+    ) -> LockEvent {
+        LockEvent {
+            operation,
+            result: self.result,
+            key_hash: None,
+            lock_id_hash: None,
+            reason: self.reason,
+            error: self.error,
+            duration,
+            key,
+            lock_id,
+        }
+    }
+}

@@ -1,0 +1,269 @@
+//! From the callers' threads to the callback's: a bounded queue and the one thread that empties it.
+//!
+//! Invariants:
+//! 1. A caller holds the queue's mutex only to append; it never waits for room, for the callback or
+//!    for the hash.
+//! 2. Foreign code (callback, predicate, and the drop of what they panicked with) runs on the
+//!    telemetry thread alone, with no lock held and under `catch_unwind`.
+//! 3. Each event that was offered is counted once: as `delivered`, as `dropped`, in `waiting`, or as
+//!    the one in hand. `queued` and `settled` count only what entered the queue; it is first in,
+//!    first out, so `settled >= n` says that the first `n` of them are over. (An event refused
+//!    for lack of room must not count there: a flush would end too early.)
+//! 4. There is at most one thread, started with the first event. It ends when the queue is closed
+//!    and empty, or closed and given up; then `running` is false for good.
+//! 5. The thread holds the [`Queue`], never the [`Sink`]: so the drop of the last handle is what
+//!    closes the queue, and it may happen on the telemetry thread itself, inside a callback.
+//! 6. Whoever waits for the thread waits for a bounded time, and the thread never waits for itself.
+
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle, ThreadId};
+use std::time::{Duration, Instant};
+
+use crate::model::hash::hash_key;
+use crate::telemetry::event::{LockEvent, Raw, TelemetryOptions};
+
+/// What the handles of one decorated backend share. Dropping it ends the thread.
+pub(super) struct Sink {
+    queue: Arc<Queue>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+struct Queue {
+    options: TelemetryOptions,
+    state: Mutex<State>,
+    /// Something was appended, or the queue was closed: for the thread.
+    filled: Condvar,
+    /// An event was settled, or the thread ended: for those who flush.
+    settled: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    waiting: VecDeque<LockEvent>,
+    queued: u64,
+    settled: u64,
+    delivered: u64,
+    dropped: u64,
+    panics: u64,
+    stage: Stage,
+    idle: bool,
+    worker: Option<ThreadId>,
+}
+
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+enum Stage {
+    /// No event has come yet.
+    #[default]
+    Fresh,
+    /// Some caller is starting the thread.
+    Starting,
+    Running,
+    /// No handle is left: deliver what waits, then end.
+    Closing,
+    /// Deliver nothing more.
+    GivenUp,
+    Ended,
+}
+
+impl Sink {
+    pub(super) fn new(options: TelemetryOptions) -> Self {
+        let queue =
+            Queue { options, state: Mutex::default(), filled: Condvar::new(), settled: Condvar::new() };
+        Self { queue: Arc::new(queue), thread: Mutex::new(None) }
+    }
+
+    /// Appends what fits and counts the rest as dropped.
+    pub(super) fn offer(&self, events: impl IntoIterator<Item = LockEvent>) {
+        let (wake, start) = {
+            let mut state = self.queue.state();
+            for event in events {
+                if state.waiting.len() < self.queue.options.capacity {
+                    state.queued += 1;
+                    state.waiting.push_back(event);
+                } else {
+                    state.dropped += 1;
+                }
+            }
+            let start = state.stage == Stage::Fresh && !state.waiting.is_empty();
+            if start {
+                state.stage = Stage::Starting;
+            }
+            (state.idle, start)
+        };
+        if start {
+            self.start();
+        } else if wake {
+            self.queue.filled.notify_one();
+        }
+    }
+
+    /// Starts the thread. If the system has none to give, the events wait and the next one tries again.
+    fn start(&self) {
+        let queue = Arc::clone(&self.queue);
+        let spawned = thread::Builder::new().name("syncguard-telemetry".into()).spawn(move || queue.run());
+        if let Ok(handle) = spawned {
+            *self.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(handle);
+        } else {
+            let mut state = self.queue.state();
+            state.stage = Stage::Fresh;
+        }
+    }
+
+    pub(super) fn flush(&self, timeout: Duration) -> bool {
+        self.queue.flush(timeout)
+    }
+
+    pub(super) fn counts(&self) -> (u64, u64, u64) {
+        let state = self.queue.state();
+        (state.delivered, state.dropped, state.panics)
+    }
+}
+
+impl Drop for Sink {
+    fn drop(&mut self) {
+        let timeout = self.queue.options.flush_timeout;
+        let ended = self.queue.close(timeout);
+        let thread = self.thread.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        // Only a thread that has said that it is over is joined; one that hangs in a callback is
+        // left behind and ends when the callback returns, which may be never.
+        if let (true, Some(thread)) = (ended, thread) {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Queue {
+    fn run(&self) {
+        self.state().worker = Some(thread::current().id());
+        while let Some(event) = self.next() {
+            let panicked = self.deliver(event);
+            let mut state = self.state();
+            state.settled += 1;
+            state.delivered += 1;
+            state.panics += u64::from(panicked);
+            drop(state);
+            self.settled.notify_all();
+        }
+        self.state().stage = Stage::Ended;
+        self.settled.notify_all();
+    }
+
+    /// The next event; `None` when the thread is to end.
+    fn next(&self) -> Option<LockEvent> {
+        let mut state = self.state();
+        loop {
+            match state.stage {
+                Stage::GivenUp | Stage::Ended => {
+                    state.drop_waiting();
+                    return None;
+                }
+                Stage::Closing if state.waiting.is_empty() => return None,
+                Stage::Starting | Stage::Fresh => state.stage = Stage::Running,
+                Stage::Running | Stage::Closing => {}
+            }
+            if let Some(event) = state.waiting.pop_front() {
+                return Some(event);
+            }
+            state.idle = true;
+            state = self.filled.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state.idle = false;
+        }
+    }
+
+    /// Completes the event and hands it over; whether the callback panicked.
+    fn deliver(&self, mut event: LockEvent) -> bool {
+        event.key_hash = event.key.as_deref().map(hash_key);
+        event.lock_id_hash = event.lock_id.as_deref().map(hash_key);
+        let raw = (event.key.take(), event.lock_id.take());
+        let permitted = match &self.options.raw {
+            Raw::Never => false,
+            Raw::Always => true,
+            Raw::If(permit) => contained(|| permit(&event)).unwrap_or(false),
+        };
+        if permitted {
+            (event.key, event.lock_id) = raw;
+        }
+        contained(|| (self.options.on_event)(&event)).is_none()
+    }
+
+    /// Waits until everything queued before now is settled. A callback cannot wait for itself.
+    fn flush(&self, timeout: Duration) -> bool {
+        let end = Instant::now().checked_add(timeout);
+        let mut state = self.state();
+        let goal = state.queued;
+        loop {
+            if state.settled >= goal {
+                return true;
+            }
+            let itself = state.worker == Some(thread::current().id());
+            match rest(end) {
+                Some(rest) if !itself => {
+                    state = self.settled.wait_timeout(state, rest).unwrap_or_else(PoisonError::into_inner).0;
+                }
+                _ => return false,
+            }
+        }
+    }
+
+    /// Ends the thread, and waits until it has: whether it is over and may be joined.
+    fn close(&self, timeout: Duration) -> bool {
+        let end = Instant::now().checked_add(timeout);
+        let mut state = self.state();
+        if matches!(state.stage, Stage::Fresh) {
+            state.drop_waiting();
+            return false;
+        }
+        if state.stage != Stage::Ended {
+            state.stage = Stage::Closing;
+        }
+        self.filled.notify_all();
+        // The last handle was dropped by the callback: the thread goes on when it returns.
+        if state.worker == Some(thread::current().id()) {
+            return false;
+        }
+        while state.stage != Stage::Ended {
+            let Some(rest) = rest(end) else {
+                state.stage = Stage::GivenUp;
+                self.filled.notify_all();
+                return false;
+            };
+            state = self.settled.wait_timeout(state, rest).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        true
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    fn drop_waiting(&mut self) {
+        let left = u64::try_from(self.waiting.len()).unwrap_or(u64::MAX);
+        self.waiting.clear();
+        self.settled += left;
+        self.dropped += left;
+    }
+}
+
+/// What is left until `end`, for one wait; `None` when it is over.
+fn rest(end: Option<Instant>) -> Option<Duration> {
+    let far = Duration::from_secs(3600);
+    let rest = end.map_or(far, |end| end.saturating_duration_since(Instant::now()));
+    (!rest.is_zero()).then_some(rest.min(far))
+}
+
+/// Runs foreign code; `None` if it panicked, and if the drop of what it panicked with did so too.
+fn contained<T>(code: impl FnOnce() -> T) -> Option<T> {
+    match catch_unwind(AssertUnwindSafe(code)) {
+        Ok(value) => Some(value),
+        Err(payload) => {
+            if let Err(again) = catch_unwind(AssertUnwindSafe(|| drop(payload))) {
+                std::mem::forget(again);
+            }
+            None
+        }
+    }
+}
