@@ -313,7 +313,7 @@ fn renew(tables: &Tables) -> String {
     let (locks, alive) = (&tables.locks, live("cur.expires_at_ms", "t.now"));
     format!(
         "WITH want AS MATERIALIZED (\
-           SELECT * FROM pg_catalog.unnest($1, $2, $3) WITH ORDINALITY AS w (key, lock_id, ttl, place)), \
+           SELECT * FROM ROWS FROM (pg_catalog.unnest($1), pg_catalog.unnest($2), pg_catalog.unnest($3)) WITH ORDINALITY AS w (key, lock_id, ttl, place)), \
          cur AS MATERIALIZED (\
            SELECT l.key, l.lock_id, l.expires_at_ms FROM {locks} AS l \
            WHERE l.lock_id = ANY ($2) ORDER BY l.key FOR UPDATE SKIP LOCKED), \
