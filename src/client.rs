@@ -24,7 +24,9 @@ use crate::lock::{
 };
 use crate::model::fence::Fence;
 use crate::model::time::{Clock, Moment};
-use crate::postgres::{Connector, Names, PostgresBackend, Source, fence_error, guard_runtime, parse_url};
+use crate::postgres::{
+    Connector, Names, Operator, PostgresBackend, Settings, Source, fence_error, guard_runtime, parse_url,
+};
 use crate::telemetry::{TelemetryOptions, with_telemetry};
 
 /// Locks on PostgreSQL: leases with fences in two tables.
@@ -283,6 +285,12 @@ impl PgLockClient {
         assert_fence(&*self.postgres, transaction, key, fence)
     }
 
+    /// The operator's view: who holds what, counts, waiters, clean-up, breaking a lock.
+    #[must_use]
+    pub fn operator(&self) -> Operator {
+        Operator::new(Arc::clone(&self.postgres))
+    }
+
     /// Ends the client and all its clones. See [`LockClient::close`].
     ///
     /// # Blocking
@@ -432,6 +440,7 @@ pub struct PgLockClientBuilder {
     fence_table_name: Option<String>,
     auto_create_tables: bool,
     store_key_debug: bool,
+    cleanup_in_is_locked: bool,
     max_connections: u32,
     connection_timeout: Duration,
     operation_timeout: Duration,
@@ -449,6 +458,7 @@ impl Default for PgLockClientBuilder {
             fence_table_name: None,
             auto_create_tables: true,
             store_key_debug: true,
+            cleanup_in_is_locked: false,
             max_connections: 10,
             connection_timeout: Duration::from_secs(5),
             operation_timeout: Duration::from_secs(5),
@@ -492,6 +502,19 @@ impl PgLockClientBuilder {
     /// SyncGuard clients do. Counters are kept for ever, so `false` where keys are personal data.
     pub fn store_key_debug(mut self, store: bool) -> Self {
         self.store_key_debug = store;
+        self
+    }
+
+    /// Whether [`is_locked`](PgLockClient::is_locked), when it meets a row that has been over for
+    /// more than 2 s, has such rows deleted: afterwards, on another thread, at most 100 rows and at
+    /// most once a second. Default false.
+    ///
+    /// The price: `is_locked` is no longer a pure read (it needs `DELETE`, and causes writes), and a
+    /// late release or extend finds nothing rather than an expired row, which telemetry reports as
+    /// `not-found` instead of `expired`. Tests must not rely on expired rows staying. A cron job
+    /// with [`Operator::cleanup_expired`] does the same without these.
+    pub fn cleanup_in_is_locked(mut self, cleanup: bool) -> Self {
+        self.cleanup_in_is_locked = cleanup;
         self
     }
 
@@ -620,16 +643,16 @@ impl PgLockClientBuilder {
     }
 
     fn finish(self, names: Names, source: impl FnOnce(&Self) -> Source) -> Result<PgLockClient> {
-        let postgres = Arc::new(PostgresBackend::new(
-            source(&self),
-            names,
-            self.store_key_debug,
-            self.operation_timeout,
-        ));
+        let settings = Settings {
+            store_key_debug: self.store_key_debug,
+            cleanup_in_is_locked: self.cleanup_in_is_locked,
+            operation_timeout: self.operation_timeout,
+        };
+        let postgres = PostgresBackend::new(source(&self), names, settings);
         if self.auto_create_tables {
             postgres.set_up()?;
         }
-        let inner = Arc::clone(&postgres);
+        let inner: Arc<PostgresBackend> = Arc::clone(&postgres);
         let backend: Arc<dyn LockBackend> = match self.telemetry {
             None => inner,
             Some(options) => Arc::new(with_telemetry(inner, options)),

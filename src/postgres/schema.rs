@@ -175,6 +175,11 @@ enum KeyDebug {
 }
 
 impl Tables {
+    /// Whether counters note the caller's key.
+    pub(crate) fn notes_keys(&self) -> bool {
+        matches!(self.key_debug, KeyDebug::Stored)
+    }
+
     /// What the counter's `INSERT` says about `key_debug`: `(column, value)`.
     pub(crate) fn key_debug(&self, user_key: &str) -> (&'static str, String) {
         match self.key_debug {

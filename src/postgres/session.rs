@@ -52,6 +52,11 @@ impl Answers {
     pub(crate) fn rows(&self, from_last: usize) -> Result<&[SimpleQueryRow]> {
         self.0.iter().rev().nth(from_last).map(Vec::as_slice).ok_or_else(malformed)
     }
+
+    /// The rows of the message's last statement, to keep.
+    pub(crate) fn into_last_rows(mut self) -> Vec<SimpleQueryRow> {
+        self.0.pop().unwrap_or_default()
+    }
 }
 
 /// A column as text; `None` for NULL.

@@ -166,6 +166,13 @@ impl<'a> Message<'a> {
         self
     }
 
+    /// Adds a call that is written out: for statements too rare to be prepared.
+    pub(crate) fn plain(self, statement: &Statement, args: &[Arg<'_>]) -> Result<Self> {
+        let mut sql = String::new();
+        statement.write_out(args, &mut sql)?;
+        Ok(self.raw(sql))
+    }
+
     pub(crate) fn text(&self, plain: bool) -> Result<String> {
         let mut out = String::with_capacity(256);
         for part in &self.parts {
