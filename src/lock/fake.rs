@@ -32,6 +32,8 @@ pub(super) enum Script {
     UnknownDone,
     /// The answer takes that long on the backend's manual clock; it is done at its end.
     Slow(Duration),
+    /// The clock runs to the call's deadline, and the call fails with it; nothing was done.
+    Late,
     /// Locked, busy, or not held.
     No,
     Panic,
@@ -162,6 +164,10 @@ impl Fake {
                 let answer = act();
                 self.clock.advance(time);
                 Ok(answer)
+            }
+            Some(Script::Late) => {
+                self.clock.advance(Duration::from_secs(5));
+                Err(LockError::new(ErrorCode::NetworkTimeout))
             }
             Some(Script::No) => Ok(no),
             Some(Script::Panic) => panic!("scripted"),

@@ -166,3 +166,29 @@ fn handles_may_go_in_any_order_on_many_threads() {
         eventually("nobody holds the backend", || Arc::strong_count(&fake) == 1);
     }
 }
+
+#[test]
+fn close_inside_an_async_runtime_keeps_the_backend_out_of_it() {
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    let (fake, _clock) = Fake::manual();
+    let client = client(&fake);
+    let held = client.lock("k").unwrap();
+    let report = runtime.block_on(async { client.close(s(30)).unwrap() });
+    assert!(report.is_clean() && report.released == 1, "{report:?}");
+    drop(held);
+}
+
+#[test]
+fn a_guard_that_ends_while_the_client_closes_is_released_by_one_of_them() {
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    for _ in 0..50 {
+        let fake = Fake::on(Clock::system());
+        let client = client(&fake);
+        let held = client.lock("k").unwrap();
+        let closer = thread::spawn(move || client.close(s(30)).unwrap());
+        runtime.block_on(async move { drop(held) });
+        closer.join().unwrap();
+        eventually("released", || fake.row("k").is_none());
+        assert_eq!(fake.count("release"), 1);
+    }
+}

@@ -130,7 +130,7 @@ fn an_extend_moves_the_deadline_and_the_ttl_of_renewals() {
     assert_eq!(fake.count("renew"), 0);
     pass(&fake, &clock, &client, s(1));
     assert_eq!((fake.count("renew"), held.remaining()), (1, s(60)));
-    held.extend(s(3)).unwrap_or(ExtendResult::NotHeld);
+    assert!(held.extend(s(3)).is_ok());
     assert_eq!(held.remaining(), s(3));
     fake.remove("k");
     assert_eq!(held.extend(s(30)).unwrap(), ExtendResult::NotHeld);

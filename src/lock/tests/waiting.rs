@@ -232,13 +232,15 @@ fn an_id_that_may_still_arrive_is_released_until_its_lease_would_be_over() {
     let (client, reports) = reporting_client(&fake);
     fake.script("attempt", [Script::Unknown]);
     client.acquire("k", s(30)).unwrap_err();
-    for step in 1..=31 {
-        eventually("another try", || fake.count("release") >= step.min(5));
+    for _ in 0..31 {
+        let desk = || guard(&client.engine().crew.desk);
+        eventually("another try", || desk().in_hand == 0 && desk().deferred.next() > clock.now());
         clock.advance(s(1));
     }
     let seen = || client.engine().crew.desk.lock().unwrap().deferred.is_empty();
     eventually("given up after the ttl and the tolerance", seen);
     let tries = fake.count("release");
+    assert!(tries >= 5, "{tries}");
     clock.advance(s(100));
     assert_eq!(fake.count("release"), tries);
     assert!(guard(&reports).is_empty(), "nothing failed");
@@ -272,4 +274,49 @@ fn the_backend_prepares_renewals_once_and_may_refuse_before_anything_is_held() {
         drop(client.lock("k").unwrap());
     }
     assert_eq!(fake.reserved.load(Ordering::SeqCst), 1);
+}
+
+#[test]
+fn a_wake_up_from_outside_ends_the_pause_and_costs_no_retry() {
+    let fake = Fake::on(Clock::system());
+    fake.occupy("k", s(3600));
+    let client = client(&fake);
+    let waiter = thread::spawn({
+        let client = client.clone();
+        move || client.lock_with("k", &LockOptions::new().wait_forever().max_retries(1).retry_delay(s(3600)))
+    });
+    eventually("it waits", || fake.count("attempt") == 1);
+    for n in 2..6 {
+        client.wake_waiter("k");
+        eventually("it asks", || fake.count("attempt") == n);
+    }
+    fake.remove("k");
+    client.wake_waiter("k");
+    assert!(waiter.join().unwrap().unwrap().is_held());
+    assert_eq!(fake.count("peek"), 0);
+}
+
+#[test]
+fn an_unknown_outcome_is_never_waited_out() {
+    let fake = Fake::on(Clock::system());
+    fake.script("attempt", [Script::No, Script::Unknown]);
+    let error = client(&fake).lock_with("k", &LockOptions::new().retry_delay(ms(1))).unwrap_err();
+    assert!(error.is_outcome_unknown() && error.lock_id().is_some());
+    assert_eq!(fake.count("attempt"), 2);
+}
+
+#[test]
+fn a_call_that_the_timeout_cut_short_is_the_timeout_of_the_whole() {
+    let (fake, clock) = Fake::manual();
+    fake.script("attempt", [Script::No]);
+    fake.script("peek", [Script::Late]);
+    let client = client(&fake);
+    let waiter = thread::spawn(move || client.lock("k"));
+    eventually("the pause", || fake.count("attempt") == 1);
+    eventually("the end", || {
+        clock.advance(ms(100));
+        waiter.is_finished()
+    });
+    let error = waiter.join().unwrap().unwrap_err();
+    assert_eq!(error.code(), ErrorCode::AcquisitionTimeout);
 }
