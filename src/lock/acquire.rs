@@ -94,10 +94,9 @@ impl Waiter<'_> {
             }
             let pause_end = self.engine.clock.now().after(plan.delays.draw(turn));
             while self.engine.clock.now() < pause_end {
-                if self.sleep(pause_end)? & FREED != 0 {
-                    if let Some(guard) = self.ask(client, key, plan, false)? {
-                        return Ok(guard);
-                    }
+                let freed = self.sleep(pause_end)? & FREED != 0;
+                if freed && let Some(guard) = self.ask(client, key, plan, false)? {
+                    return Ok(guard);
                 }
             }
         }
@@ -134,10 +133,14 @@ impl Waiter<'_> {
     /// Contention is waited out. A call that was cut short by our own deadline, after the key was
     /// seen taken, is the time-out of the whole. Everything else is the caller's.
     fn forgive(&self, error: LockError, contended: bool) -> Result<()> {
+        // What may be held is never waited out.
+        if error.is_outcome_unknown() {
+            return Err(error);
+        }
         if error.is_contention() {
             return Ok(());
         }
-        let ours = contended && self.engine.clock.now() >= self.end && !error.is_outcome_unknown();
+        let ours = contended && self.engine.clock.now() >= self.end;
         if ours && error.code() == ErrorCode::NetworkTimeout {
             return Err(self.timed_out(Some(error)));
         }
@@ -221,7 +224,7 @@ fn attempt(
     });
     if !engine.crew.enlist(&held) {
         let over_at = now.after(plan.ttl).after(TOLERANCE);
-        abandon(engine, unheld(engine, key, &held.lock_id, over_at));
+        engine.abandon(unheld(engine, key, &held.lock_id, over_at));
         engine.check_open()?;
     }
     Ok(Some(LockGuard::new(Arc::clone(&client.handle), held)))
@@ -252,7 +255,7 @@ pub(super) fn request(
             // For a single acquire this is the first time that a thread is needed. Without one the
             // error still says what may be held, and until when.
             if engine.start().is_ok() {
-                abandon(engine, deferred);
+                engine.abandon(deferred);
             }
         }
         error
@@ -284,7 +287,7 @@ fn fresh(
         Ok(ExtendOutcome::NotHeld(_)) => None,
         Ok(ExtendOutcome::Extended { .. }) | Err(_) => {
             let over_at = engine.clock.now().after(ttl).after(TOLERANCE);
-            abandon(engine, unheld(engine, key, &granted.lock_id, over_at));
+            engine.abandon(unheld(engine, key, &granted.lock_id, over_at));
             None
         }
     }
@@ -306,14 +309,5 @@ fn unheld(engine: &Engine, key: &str, lock_id: &str, over_at: Moment) -> Deferre
         told: false,
         tries: 0,
         last_error: None,
-    }
-}
-
-/// Leaves a lease to the worker, or, where there is none any more, lets it go here.
-fn abandon(engine: &Engine, deferred: Deferred) {
-    if let Err(deferred) = engine.crew.defer(engine.clock.now(), deferred) {
-        let deadline = engine.clock.now().after(engine.dispose_timeout);
-        // The client is closed and its handlers with it; the lease ends by itself.
-        let _ = engine.backend.release_by(&deferred.context.lock_id, deadline);
     }
 }

@@ -208,12 +208,12 @@ impl LockOptions {
     /// The options as numbers, or what is wrong with them.
     pub(super) fn plan(&self) -> Result<Plan> {
         let ttl = Ttl::new(self.ttl.unwrap_or(DEFAULT_TTL))?.get();
-        if let Heartbeat::Every(interval) = self.heartbeat {
-            if interval.is_zero() || interval >= ttl {
-                return Err(LockError::invalid(
-                    "the heartbeat interval must be above zero and below the ttl: a third of the ttl is usual",
-                ));
-            }
+        if let Heartbeat::Every(interval) = self.heartbeat
+            && (interval.is_zero() || interval >= ttl)
+        {
+            return Err(LockError::invalid(
+                "the heartbeat interval must be above zero and below the ttl: a third of the ttl is usual",
+            ));
         }
         if !self.min_hold.is_zero() {
             Ttl::new(self.min_hold.max(Duration::from_millis(1)))
