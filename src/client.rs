@@ -83,7 +83,6 @@ impl PgLockClient {
     }
 
     /// A builder with the defaults.
-    #[must_use]
     pub fn builder() -> PgLockClientBuilder {
         PgLockClientBuilder::default()
     }

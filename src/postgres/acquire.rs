@@ -297,8 +297,8 @@ mod tests {
         Seen { row: None, row_locked: false, counter: None, counter_locked: false, now_ms: 1_000_000 }
     }
 
-    fn row(lock_id: &str, expires_at_ms: i64) -> Option<Row> {
-        Some(Row { lock_id: lock_id.into(), expires_at_ms })
+    fn row(lock_id: &str, expires_at_ms: i64) -> Row {
+        Row { lock_id: lock_id.into(), expires_at_ms }
     }
 
     #[test]
@@ -316,14 +316,14 @@ mod tests {
             (1_000_000 - TIME_TOLERANCE_MS, false, Step::Locked),
             (2_000_000, true, Step::Locked),
         ] {
-            let seen = Seen { row: row("other", expires), row_locked: locked, ..seen() };
+            let seen = Seen { row: Some(row("other", expires)), row_locked: locked, ..seen() };
             assert_eq!(decide(&seen, "me"), step, "{expires} {locked}");
         }
     }
 
     #[test]
     fn our_own_row_is_confirmed() {
-        let seen = Seen { row: row("me", 0), row_locked: true, ..seen() };
+        let seen = Seen { row: Some(row("me", 0)), row_locked: true, ..seen() };
         assert_eq!(decide(&seen, "me"), Step::Confirm);
     }
 
