@@ -2,6 +2,8 @@
 
 pub mod backend;
 mod cancel;
+#[cfg(any(test, feature = "test-util"))]
+pub mod contract;
 pub mod diagnostics;
 mod error;
 pub mod memory;

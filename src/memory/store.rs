@@ -155,6 +155,10 @@ impl Store {
         self.rows.values().filter(|row| row.is_live(now)).count()
     }
 
+    pub(super) fn has_row(&self, base: &str) -> bool {
+        self.rows.contains_key(base)
+    }
+
     pub(super) fn row_count(&self) -> usize {
         self.rows.len()
     }
