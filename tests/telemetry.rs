@@ -1,5 +1,8 @@
 //! The decorator: what it reports, and that nothing a callback does reaches an operation.
 
+// A test that fails panics.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Barrier, Condvar, Mutex, Weak};
@@ -78,7 +81,7 @@ fn the_names_are_those_of_every_client() {
 fn each_operation_is_reported_with_its_outcome() {
     use EventResult::{Fail, Ok};
     let (backend, events) = watched(|options| options);
-    let mut expect = |operation, result, reason| {
+    let expect = |operation, result, reason| {
         assert_eq!(outcome(&next(&events)), (operation, result, reason, None));
     };
 
@@ -213,6 +216,20 @@ fn raw_values_appear_only_where_the_options_permit_and_never_in_debug() {
 }
 
 #[test]
+fn what_is_too_long_to_be_a_key_is_not_kept_but_hashed() {
+    let (backend, events) = watched(|options| options.include_raw(true));
+    let (valid, huge) = ("k".repeat(512), "k".repeat(1_000_000));
+    assert!(backend.is_locked(&huge, &never()).is_err());
+    assert!(backend.release(&huge, &never()).is_err());
+    assert!(backend.is_locked(&valid, &never()).is_ok());
+    let event = next(&events);
+    assert_eq!((event.key, event.key_hash), (None, Some(hash_key(&huge))));
+    let event = next(&events);
+    assert_eq!((event.lock_id, event.lock_id_hash), (None, Some(hash_key(&huge))));
+    assert_eq!(next(&events).key, Some(valid));
+}
+
+#[test]
 fn a_callback_that_hangs_delays_nothing_and_what_does_not_fit_is_dropped() {
     let door = Arc::new(Door::default());
     let inside = Arc::clone(&door);
@@ -271,7 +288,7 @@ fn a_callback_that_panics_fails_nothing_and_is_called_again() {
     let calls = Arc::new(AtomicU64::new(0));
     let counter = Arc::clone(&calls);
     let options = TelemetryOptions::new(move |_| {
-        if counter.fetch_add(1, Ordering::SeqCst) % 2 == 0 {
+        if counter.fetch_add(1, Ordering::SeqCst).is_multiple_of(2) {
             std::panic::panic_any(Bomb);
         }
         panic!("the callback panics on every event");
@@ -403,7 +420,7 @@ fn many_threads_lose_no_event_and_count_each_once() {
                 start.wait();
                 for _ in 0..2000 {
                     let _ = backend.is_locked("k", &never()).unwrap();
-                    if backend.delivered() % 64 == 0 {
+                    if backend.delivered().is_multiple_of(64) {
                         let _ = backend.flush(Duration::from_millis(1));
                     }
                 }

@@ -172,7 +172,7 @@ pub(super) fn unknown_ids_are_harmless(bench: &Bench<'_>) {
         }
         match bench.backend.extend(&id, TTL, &never).unwrap() {
             ExtendOutcome::NotHeld(reason) => assert!(is_or_unknown(reason, Reason::NotFound), "{reason:?}"),
-            extended => panic!("{extended:?}"),
+            extended @ ExtendOutcome::Extended { .. } => panic!("{extended:?}"),
         }
     }
     assert_eq!(bench.raw(&key), before);

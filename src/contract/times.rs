@@ -48,7 +48,7 @@ pub(super) fn a_lease_is_dead_after_the_tolerance(bench: &Bench<'_>) {
     assert!(bench.by_key(&key).is_none() && bench.by_id(id).is_none() && bench.raw(&key).is_none());
     match bench.backend.extend(id, TTL, &never).unwrap() {
         ExtendOutcome::NotHeld(reason) => assert!(is_or_unknown(reason, Reason::Expired), "{reason:?}"),
-        extended => panic!("{extended:?}"),
+        extended @ ExtendOutcome::Extended { .. } => panic!("{extended:?}"),
     }
     let renewal = Renewal { key: &key, lock_id: id, ttl: TTL };
     let renewed = bench.backend.renew(&[renewal], bench.deadline()).remove(0).unwrap();
