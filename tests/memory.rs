@@ -3,6 +3,7 @@
 // A test that fails panics.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
+use std::sync::Mutex;
 use std::time::Duration;
 
 use syncguard::backend::{Attempt, LockBackend, Lookup, Renewal};
@@ -291,6 +292,45 @@ fn many_threads_may_hang_and_be_freed_at_once() {
         let grants = hung.into_iter().filter_map(|thread| thread.join().unwrap()).count();
         assert_eq!(grants, 1);
     });
+}
+
+/// Keeps what is logged.
+struct Lines(Mutex<Vec<String>>);
+
+static LINES: Lines = Lines(Mutex::new(Vec::new()));
+
+impl log::Log for Lines {
+    fn enabled(&self, _: &log::Metadata<'_>) -> bool {
+        true
+    }
+
+    fn log(&self, record: &log::Record<'_>) {
+        self.0.lock().unwrap().push(format!("{} {}", record.level(), record.args()));
+    }
+
+    fn flush(&self) {}
+}
+
+#[test]
+fn a_counter_near_its_limit_is_warned_of_without_the_key() {
+    log::set_logger(&LINES).unwrap();
+    log::set_max_level(log::LevelFilter::Warn);
+    let lines = |counter: u64| {
+        let backend = MemoryBackend::manual();
+        backend.set_counter("MARKER", counter).unwrap();
+        let id = acquire(&backend, "MARKER");
+        let _ = backend.extend(&id, TTL, &never()).unwrap();
+        let _ = backend.acquire("MARKER", TTL, &never()).unwrap();
+        LINES.0.lock().unwrap().drain(..).collect::<Vec<_>>()
+    };
+    assert_eq!(lines(syncguard::FENCE_WARN - 1), [""; 0]);
+    let warned = lines(syncguard::FENCE_WARN);
+    assert_eq!(warned.len(), 1, "once per grant: {warned:?}");
+    assert!(
+        warned[0].starts_with("WARN") && warned[0].contains(&syncguard::hash_key("MARKER")),
+        "{warned:?}"
+    );
+    assert!(!warned[0].contains("MARKER"), "{warned:?}");
 }
 
 #[test]

@@ -47,8 +47,9 @@
 //! # syncguard::contract::run_all(&Memory(MemoryBackend::manual()));
 //! ```
 //!
-//! Cases use keys of their own and leave rows behind only where they could not help it, so they may
-//! run at once, and on a store that others use. They assume that the clock is not turned meanwhile.
+//! Each case uses keys of its own (the hooks get plain ASCII), so cases may run at once, and on a
+//! store that others use. They leave rows and counters behind, and they count on an authority's
+//! clock that is not turned meanwhile; a call should take well under half a second.
 
 // A failed case panics, as any test does.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
