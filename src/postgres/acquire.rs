@@ -242,11 +242,8 @@ fn decide(seen: &Seen, lock_id: &str) -> Step {
         if !seen.row_locked {
             return Step::Locked;
         }
-        if row.lock_id == lock_id {
-            return Step::Confirm;
-        }
         if is_live(row.expires_at_ms, seen.now_ms, TIME_TOLERANCE_MS) {
-            return Step::Locked;
+            return if row.lock_id == lock_id { Step::Confirm } else { Step::Locked };
         }
     }
     match seen.counter {
@@ -322,9 +319,11 @@ mod tests {
     }
 
     #[test]
-    fn our_own_row_is_confirmed() {
-        let seen = Seen { row: Some(row("me", 0)), row_locked: true, ..seen() };
-        assert_eq!(decide(&seen, "me"), Step::Confirm);
+    fn our_own_row_is_confirmed_while_it_lives() {
+        for (expires, step) in [(2_000_000, Step::Confirm), (0, Step::Grant)] {
+            let seen = Seen { row: Some(row("me", expires)), row_locked: true, ..seen() };
+            assert_eq!(decide(&seen, "me"), step);
+        }
     }
 
     #[test]
