@@ -21,8 +21,7 @@ use std::time::{Duration, Instant};
 use crate::backend::{AcquireResult, Acquired};
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
-use crate::model::fence::{FENCE_MAX, FENCE_WARN, Fence};
-use crate::model::hash::hash_key;
+use crate::model::fence::{FENCE_MAX, Fence};
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::model::lock_id::LockId;
 use crate::model::time::{TIME_TOLERANCE_MS, Ttl, is_live};
@@ -112,7 +111,7 @@ impl<'a> Acquire<'a> {
     fn answer(&self, round: &Round) -> Result<AcquireResult> {
         match *round {
             Round::Granted { expires_at_ms, fence } => {
-                warn_of_fence(fence, self.key);
+                fence.warn_near_limit(self.key.as_str());
                 Ok(AcquireResult::Acquired(Acquired {
                     lock_id: self.lock_id.as_str().to_owned(),
                     fence,
@@ -275,15 +274,6 @@ fn fence_exhausted() -> LockError {
     LockError::new(ErrorCode::Internal).with_message(format!(
         "the key's fence counter has reached its limit of {FENCE_MAX} and grants nothing more: use a new key; never reset a counter"
     ))
-}
-
-fn warn_of_fence(fence: Fence, key: &Key) {
-    if fence.get() > FENCE_WARN {
-        log::warn!(
-            "fence {fence} of key #{} is above the warning line {FENCE_WARN}: move to a new key before {FENCE_MAX}",
-            hash_key(key.as_str())
-        );
-    }
 }
 
 #[cfg(test)]
