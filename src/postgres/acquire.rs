@@ -146,8 +146,7 @@ impl<'a> Acquire<'a> {
     fn one_message(&self, session: &mut Session<'_>, at: &Located) -> Result<Round, Trouble> {
         let statements = &at.statements;
         let message = Message::new()
-            .raw("SET TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE")
-            .raw(session.limits())
+            .raw(session.prelude())
             .call(&statements.queue, &[Arg::Text(&self.storage_key)])
             .call(&statements.acquire, &self.grant_args());
         let answers = match session.commit(&message) {
@@ -172,8 +171,7 @@ impl<'a> Acquire<'a> {
         let (key, fence_key, lock_id) =
             (Arg::Text(&self.storage_key), Arg::Text(&self.fence_key), Arg::Text(self.lock_id.as_str()));
         let read = Message::new()
-            .raw("BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE")
-            .raw(session.limits_between())
+            .raw(session.prelude_between())
             .call(&statements.queue, &[key])
             .call(&statements.hold, &[key, fence_key, lock_id])
             .call(&statements.view, &[key, fence_key]);

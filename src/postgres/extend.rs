@@ -48,8 +48,7 @@ fn one_message(
     ttl: Ttl,
 ) -> Result<ExtendOutcome, Trouble> {
     let message = Message::new()
-        .raw("SET TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE")
-        .raw(session.limits())
+        .raw(session.prelude())
         .call(&at.statements.extend, &[Arg::Text(lock_id.as_str()), Arg::Int(ttl.millis())]);
     let answers = session.commit(&message)?;
     let row = required(answers.row(0)?)?;
@@ -69,8 +68,7 @@ fn two_messages(
     let statements = &at.statements;
     let id = Arg::Text(lock_id.as_str());
     let read = Message::new()
-        .raw("BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE")
-        .raw(session.limits_between())
+        .raw(session.prelude_between())
         .call(&statements.durable, &[])
         .call(&statements.find, &[id])
         .call(&statements.clock, &[]);
@@ -116,8 +114,7 @@ fn try_renew(backend: &PostgresBackend, leases: &[Renewal<'_>], end: Instant) ->
     let args = [Arg::Texts(&keys), Arg::Texts(&ids), Arg::Ints(&ttls)];
     backend.run_renewal(end, |session, at| {
         let message = Message::new()
-            .raw("SET TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE")
-            .raw(session.limits())
+            .raw(session.prelude())
             .call(&at.statements.durable, &[])
             .call(&at.statements.renew, &args);
         let answers = session.commit(&message)?;
