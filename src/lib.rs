@@ -3,6 +3,8 @@
 pub mod backend;
 mod cancel;
 mod client;
+#[cfg(any(test, feature = "test-util"))]
+pub mod contract;
 pub mod diagnostics;
 mod error;
 mod lock;
