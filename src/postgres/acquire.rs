@@ -8,8 +8,8 @@
 //!
 //! # When the answer to a commit is lost
 //!
-//! 1. The lock id was chosen before the first byte was sent, and acquire is idempotent by it: a row
-//!    that carries the id answers with its stored fence and expiry.
+//! 1. The lock id was chosen before the first byte was sent, and acquire is idempotent by it: a live
+//!    row that carries the id answers with its stored fence and expiry.
 //! 2. So a lost answer is asked for again by the same acquire, on another connection, under the same
 //!    locks, in a transaction that writes: a reader would not wait for the standby.
 //! 3. The old server process is ended first where it can be told for certain, so that its message
@@ -48,7 +48,7 @@ enum Round {
         fence: Fence,
     },
     Locked,
-    /// The row carries our id already; only two messages can confirm it.
+    /// The row is live and carries our id already; only two messages can confirm it.
     Mine,
 }
 
@@ -242,11 +242,9 @@ fn decide(seen: &Seen, lock_id: &str) -> Step {
         if !seen.row_locked {
             return Step::Locked;
         }
-        if row.lock_id == lock_id {
-            return Step::Confirm;
-        }
+        // A dead row is a free key even if it carries our id: its grant is over.
         if is_live(row.expires_at_ms, seen.now_ms, TIME_TOLERANCE_MS) {
-            return Step::Locked;
+            return if row.lock_id == lock_id { Step::Confirm } else { Step::Locked };
         }
     }
     match seen.counter {
@@ -322,9 +320,11 @@ mod tests {
     }
 
     #[test]
-    fn our_own_row_is_confirmed() {
-        let seen = Seen { row: row("me", 0), row_locked: true, ..seen() };
-        assert_eq!(decide(&seen, "me"), Step::Confirm);
+    fn our_own_row_is_confirmed_while_it_is_live() {
+        for (expires, step) in [(1_000_000, Step::Confirm), (0, Step::Grant)] {
+            let seen = Seen { row: row("me", expires), row_locked: true, ..seen() };
+            assert_eq!(decide(&seen, "me"), step);
+        }
     }
 
     #[test]

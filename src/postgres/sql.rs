@@ -265,11 +265,11 @@ fn acquire(tables: &Tables) -> String {
            WHERE a.n >= 0 AND b.n >= 0), \
          ok AS MATERIALIZED (\
            SELECT t.now FROM t WHERE NOT EXISTS (SELECT 1 FROM look) \
-             AND NOT EXISTS (SELECT 1 FROM cur WHERE cur.lock_id = $4 OR {alive}) \
+             AND NOT EXISTS (SELECT 1 FROM cur WHERE {alive}) \
              AND (SELECT count(*) FROM seen) = (SELECT count(*) FROM counter)), \
          {} \
          SELECT (SELECT u.expires_at_ms FROM u), (SELECT u.fence FROM u), {ALL_OR_NOTHING}, \
-           (SELECT count(*) FROM ok), (SELECT count(*) FROM cur WHERE cur.lock_id = $4)",
+           (SELECT count(*) FROM ok), (SELECT count(*) FROM cur, t WHERE cur.lock_id = $4 AND {alive})",
         take(tables, "$1", "$2", "$4"),
         write(tables, "$1", "$2", "$3", "$4", "$5")
     )
