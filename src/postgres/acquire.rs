@@ -8,8 +8,8 @@
 //!
 //! # When the answer to a commit is lost
 //!
-//! 1. The lock id was chosen before the first byte was sent, and acquire is idempotent by it: a row
-//!    that carries the id answers with its stored fence and expiry.
+//! 1. The lock id was chosen before the first byte was sent, and acquire is idempotent by it: a live
+//!    row that carries the id answers with its stored fence and expiry.
 //! 2. So a lost answer is asked for again by the same acquire, on another connection, under the same
 //!    locks, in a transaction that writes: a reader would not wait for the standby.
 //! 3. The old server process is ended first where it can be told for certain, so that its message
@@ -47,7 +47,7 @@ enum Round {
         fence: Fence,
     },
     Locked,
-    /// The row carries our id already; only two messages can confirm it.
+    /// The row is live and carries our id already; only two messages can confirm it.
     Mine,
 }
 
@@ -239,6 +239,7 @@ fn decide(seen: &Seen, lock_id: &str) -> Step {
         if !seen.row_locked {
             return Step::Locked;
         }
+        // A dead row is a free key even if it carries our id: its grant is over.
         if is_live(row.expires_at_ms, seen.now_ms, TIME_TOLERANCE_MS) {
             return if row.lock_id == lock_id { Step::Confirm } else { Step::Locked };
         }
