@@ -99,7 +99,7 @@ impl<'a> Session<'a> {
             self.backend = backend;
             return Ok(());
         }
-        let message = Memo::preparation(&missing);
+        let message = Memo::preparation(self.limits(), &missing);
         let answers = match self.simple(&message, false) {
             Ok(answers) => answers,
             // 42P05: somebody else prepared them on the server connection behind a pooler. 25001 or

@@ -211,9 +211,10 @@ impl Memo {
         statements.iter().copied().filter(|s| !self.prepared.contains(&s.name)).collect()
     }
 
-    /// The message that prepares them, and asks who the server process is.
-    pub(crate) fn preparation(missing: &[&Statement]) -> Message<'static> {
-        let mut message = Message::new().raw("SET LOCAL search_path TO pg_catalog");
+    /// The message that prepares them, and asks who the server process is. It needs the limits of
+    /// any other transaction: to prepare a statement takes a lock on its tables.
+    pub(crate) fn preparation(limits: String, missing: &[&Statement]) -> Message<'static> {
+        let mut message = Message::new().raw(limits);
         for statement in missing {
             message = message.raw(statement.prepare());
         }
