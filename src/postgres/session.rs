@@ -24,6 +24,10 @@ use crate::postgres::statement::{Backend, Memo, Message, Statement};
 /// How much later than the server's limits the client gives up.
 const GRACE: Duration = Duration::from_millis(100);
 
+/// How much later than the limit for locks the one for statements ends. Both count from the same
+/// moment, and of the two errors only the one about locks says that waiting for it was contention.
+const LOCKS_FIRST: u128 = 50;
+
 /// How long a ROLLBACK may take before the connection is closed instead.
 const ROLLBACK_LIMIT: Duration = Duration::from_secs(1);
 
@@ -187,7 +191,8 @@ impl<'a> Session<'a> {
         let left = rest(self.end).as_millis().clamp(1, 2_000_000_000);
         format!(
             "SET LOCAL search_path TO pg_catalog;SET LOCAL enable_seqscan TO off;\
-             SET LOCAL lock_timeout TO {left};SET LOCAL statement_timeout TO {left}"
+             SET LOCAL lock_timeout TO {left};SET LOCAL statement_timeout TO {}",
+            left + LOCKS_FIRST
         )
     }
 
