@@ -1,10 +1,10 @@
 //! Leases seen from the side: the rows in the tables, forged rows, and witnesses that believe nobody.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use postgres::{Client, NoTls};
-use syncguard::{PgLockClient, PgLockClientBuilder};
+use syncguard::{ErrorCode, LockEvent, Operation, PgLockClient, PgLockClientBuilder, TelemetryOptions};
 
 use super::schema::TestSchema;
 use super::wait::{LIMIT, wait_until};
@@ -105,6 +105,50 @@ pub fn threads_named(prefix: &str) -> usize {
     let name =
         |task: std::fs::DirEntry| std::fs::read_to_string(task.path().join("comm")).unwrap_or_default();
     tasks.flatten().map(name).filter(|name| name.starts_with(prefix)).count()
+}
+
+/// Every operation that a client reported.
+#[derive(Clone, Debug, Default)]
+pub struct Events(Arc<Mutex<Vec<LockEvent>>>);
+
+impl Events {
+    /// What to give to the builder, so that they arrive here.
+    pub fn options(&self) -> TelemetryOptions {
+        let sink = self.clone();
+        TelemetryOptions::new(move |event| sink.list().push(event.clone()))
+    }
+
+    /// How many operations of this kind there were.
+    pub fn count(&self, operation: Operation) -> usize {
+        self.list().iter().filter(|event| event.operation == operation).count()
+    }
+
+    /// How many of them ended with this error.
+    pub fn failed(&self, operation: Operation, code: ErrorCode) -> usize {
+        let of = |event: &&LockEvent| event.operation == operation && event.error == Some(code);
+        self.list().iter().filter(of).count()
+    }
+
+    fn list(&self) -> std::sync::MutexGuard<'_, Vec<LockEvent>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Until the thread with this directory of `/proc` sleeps, and goes on sleeping: it waits for somebody.
+#[track_caller]
+pub fn wait_until_asleep(thread: &std::path::Path) {
+    let mut looks = 0;
+    wait_until(LIMIT, "the thread sleeps", || {
+        let stat = std::fs::read_to_string(thread.join("stat")).unwrap_or_default();
+        looks = if stat.contains(") S ") { looks + 1 } else { 0 };
+        looks >= 5
+    });
+}
+
+/// This thread's directory, for [`wait_until_asleep`].
+pub fn this_thread() -> std::path::PathBuf {
+    std::path::Path::new("/proc")
+        .join(std::fs::read_link("/proc/thread-self").expect("Linux shows its threads"))
 }
 
 /// Whoever is inside of a critical section says so here. It shares nothing with the locks: a table of
