@@ -19,7 +19,7 @@ use crate::postgres::connect::{guard_runtime, rest};
 use crate::postgres::error::{Trouble, call_error, is_unprepared};
 use crate::postgres::link::Link;
 use crate::postgres::source::Connection;
-use crate::postgres::statement::{Backend, Memo, Message, Statement};
+use crate::postgres::statement::{Backend, LOCKS_FIRST, Memo, Message, Statement};
 
 /// How much later than the server's limits the client gives up.
 const GRACE: Duration = Duration::from_millis(100);
@@ -99,7 +99,7 @@ impl<'a> Session<'a> {
             self.backend = backend;
             return Ok(());
         }
-        let message = Memo::preparation(&missing);
+        let message = Memo::preparation(self.limits(), &missing);
         let answers = match self.simple(&message, false) {
             Ok(answers) => answers,
             // 42P05: somebody else prepared them on the server connection behind a pooler. 25001 or
@@ -217,7 +217,8 @@ impl<'a> Session<'a> {
         // No sequential scan: a plan made while the table was tiny would keep it when it has grown.
         format!(
             "{transaction}SET LOCAL enable_seqscan TO off;\
-             SET LOCAL lock_timeout TO {left};SET LOCAL statement_timeout TO {left}"
+             SET LOCAL lock_timeout TO {left};SET LOCAL statement_timeout TO {}",
+            left + LOCKS_FIRST
         )
     }
 

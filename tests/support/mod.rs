@@ -29,6 +29,7 @@ pub mod account;
 pub mod binaries;
 pub mod cluster;
 pub mod keeper;
+pub mod leases;
 pub mod logs;
 pub mod schema;
 pub mod server;
