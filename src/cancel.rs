@@ -40,7 +40,7 @@ struct Inner {
     wake: Condvar,
     /// Keeps the hook at the parent alive as long as the child, and the parent itself: it may be a
     /// child that nobody else holds any more, and must still hand its own parent's signal on.
-    _parent: Mutex<Option<(Subscription, CancelToken)>>,
+    parent: Mutex<Option<(Subscription, CancelToken)>>,
 }
 
 #[derive(Default)]
@@ -117,7 +117,7 @@ impl CancelToken {
                     Self(Some(inner)).cancel();
                 }
             });
-            *inner._parent.lock().unwrap_or_else(PoisonError::into_inner) =
+            *inner.parent.lock().unwrap_or_else(PoisonError::into_inner) =
                 subscription.map(|subscription| (subscription, self.clone()));
         }
         child
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn children_fire_with_their_parent_and_not_the_other_way_round() {
+    fn children_fire_with_theirparent_and_not_the_other_way_round() {
         let parent = CancelToken::new();
         let (first, second) = (parent.child(), parent.child());
         let grandchild = first.child();
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dropped_child_leaves_nothing_at_its_parent() {
+    fn a_dropped_child_leaves_nothing_at_itsparent() {
         let parent = CancelToken::new();
         for _ in 0..100 {
             drop(parent.child());

@@ -1,8 +1,22 @@
 //! Locks that hold across threads, processes and machines, on the PostgreSQL you already have.
 
+// A panic in library code is a bug.
+#![warn(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    clippy::string_slice,
+    clippy::dbg_macro,
+    clippy::print_stdout,
+    clippy::print_stderr
+)]
+
 pub mod backend;
 mod cancel;
 mod client;
+#[cfg(any(test, feature = "test-util"))]
+pub mod contract;
 pub mod diagnostics;
 mod error;
 mod lock;
@@ -36,4 +50,5 @@ pub use model::key::{
 };
 pub use model::lock_id::validate_lock_id;
 pub use model::time::{Clock, MAX_TTL, Moment, TIME_TOLERANCE_MS, is_live};
+pub use postgres::{BrokenLock, CLEANUP_GUARD_MS, Counts, IdleCounter, Operator, Waiter};
 pub use telemetry::{EventResult, LockEvent, Operation, Telemetry, TelemetryOptions, with_telemetry};

@@ -6,8 +6,8 @@
 //! 3. The first attempt is made in full; later ones look first with one plain read.
 //! 4. Attempts follow the options' back-off. A release in this process ends the pause, and the
 //!    attempt it leads to is a gift: it counts neither as a retry nor does it prolong anything.
-//!    A wake-up from another process would call the same bed, with [`FREED`]. Wake-ups are latency,
-//!    never correctness.
+//!    So does a look between two attempts that finds the key free: that is how a release in another
+//!    process is noticed within milliseconds. Wake-ups are latency, never correctness.
 //! 5. What was granted and is not handed out is released by the worker: after too late an answer,
 //!    an unknown outcome, or a close meanwhile.
 //!
@@ -63,6 +63,11 @@ fn prepare(engine: &Arc<Engine>, plan: &Plan, end: Moment, token: &CancelToken) 
     if plan.heartbeat == Heartbeat::Off { Ok(()) } else { engine.reserve(end, token) }
 }
 
+/// Looks between two attempts start at this interval,
+const FIRST_LOOK: Duration = Duration::from_millis(5);
+/// and grow up to this one.
+const LAST_LOOK: Duration = Duration::from_millis(250);
+
 struct Waiter<'a> {
     engine: &'a Arc<Engine>,
     token: &'a CancelToken,
@@ -93,13 +98,53 @@ impl Waiter<'_> {
                 return Err(self.timed_out(None));
             }
             let pause_end = self.engine.clock.now().after(plan.delays.draw(turn));
-            while self.engine.clock.now() < pause_end {
-                if self.sleep(pause_end)? & FREED != 0 {
-                    if let Some(guard) = self.ask(client, key, plan, false)? {
-                        return Ok(guard);
-                    }
-                }
+            if let Some(guard) = self.pause(client, key, plan, pause_end)? {
+                return Ok(guard);
             }
+        }
+    }
+
+    /// The time between two attempts. A release in this process ends it with an attempt, and so does
+    /// a look that finds the key free.
+    fn pause(
+        &mut self,
+        client: &LockClient,
+        key: &Arc<str>,
+        plan: &Plan,
+        end: Moment,
+    ) -> Result<Option<LockGuard>> {
+        loop {
+            let now = self.engine.clock.now();
+            if now >= end {
+                return Ok(None);
+            }
+            let next_look = if plan.wake_ups { now.after(self.look_interval(now)) } else { Moment::NEVER };
+            let freed = self.sleep(end.min(next_look))? & FREED != 0;
+            let look_is_due = self.engine.clock.now() >= next_look && next_look < end;
+            let found = match (freed, look_is_due) {
+                (true, _) => self.ask(client, key, plan, false)?,
+                (false, true) => self.glance(client, key, plan)?,
+                (false, false) => None,
+            };
+            if found.is_some() {
+                return Ok(found);
+            }
+        }
+    }
+
+    /// How long until the next look: what has been waited for long is noticed a little later, so
+    /// that many long waits cost little, and the hand-off stays within a sixteenth of the wait.
+    fn look_interval(&self, now: Moment) -> Duration {
+        (now.since(self.start) / 16).clamp(FIRST_LOOK, LAST_LOOK)
+    }
+
+    /// A look that is no attempt, unless it finds the key free.
+    fn glance(&mut self, client: &LockClient, key: &Arc<str>, plan: &Plan) -> Result<Option<LockGuard>> {
+        let engine = self.engine;
+        match engine.backend.peek(key, engine.call_deadline(self.end), self.token) {
+            Ok(true) => Ok(None),
+            Ok(false) => self.ask(client, key, plan, false),
+            Err(error) => self.forgive(error.with_key(&**key), true).map(|()| None),
         }
     }
 
@@ -134,10 +179,14 @@ impl Waiter<'_> {
     /// Contention is waited out. A call that was cut short by our own deadline, after the key was
     /// seen taken, is the time-out of the whole. Everything else is the caller's.
     fn forgive(&self, error: LockError, contended: bool) -> Result<()> {
+        // What may be held is never waited out.
+        if error.is_outcome_unknown() {
+            return Err(error);
+        }
         if error.is_contention() {
             return Ok(());
         }
-        let ours = contended && self.engine.clock.now() >= self.end && !error.is_outcome_unknown();
+        let ours = contended && self.engine.clock.now() >= self.end;
         if ours && error.code() == ErrorCode::NetworkTimeout {
             return Err(self.timed_out(Some(error)));
         }
@@ -221,7 +270,7 @@ fn attempt(
     });
     if !engine.crew.enlist(&held) {
         let over_at = now.after(plan.ttl).after(TOLERANCE);
-        abandon(engine, unheld(engine, key, &held.lock_id, over_at));
+        engine.abandon(unheld(engine, key, &held.lock_id, over_at));
         engine.check_open()?;
     }
     Ok(Some(LockGuard::new(Arc::clone(&client.handle), held)))
@@ -252,7 +301,7 @@ pub(super) fn request(
             // For a single acquire this is the first time that a thread is needed. Without one the
             // error still says what may be held, and until when.
             if engine.start().is_ok() {
-                abandon(engine, deferred);
+                engine.abandon(deferred);
             }
         }
         error
@@ -284,7 +333,7 @@ fn fresh(
         Ok(ExtendOutcome::NotHeld(_)) => None,
         Ok(ExtendOutcome::Extended { .. }) | Err(_) => {
             let over_at = engine.clock.now().after(ttl).after(TOLERANCE);
-            abandon(engine, unheld(engine, key, &granted.lock_id, over_at));
+            engine.abandon(unheld(engine, key, &granted.lock_id, over_at));
             None
         }
     }
@@ -306,14 +355,5 @@ fn unheld(engine: &Engine, key: &str, lock_id: &str, over_at: Moment) -> Deferre
         told: false,
         tries: 0,
         last_error: None,
-    }
-}
-
-/// Leaves a lease to the worker, or, where there is none any more, lets it go here.
-fn abandon(engine: &Engine, deferred: Deferred) {
-    if let Err(deferred) = engine.crew.defer(engine.clock.now(), deferred) {
-        let deadline = engine.clock.now().after(engine.dispose_timeout);
-        // The client is closed and its handlers with it; the lease ends by itself.
-        let _ = engine.backend.release_by(&deferred.context.lock_id, deadline);
     }
 }

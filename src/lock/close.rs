@@ -48,7 +48,12 @@ pub(super) fn close(engine: &Arc<Engine>, limit: Duration) -> CloseReport {
     let before = guard(&engine.crew.desk).tally;
     let first = !engine.closed.swap(true, Ordering::SeqCst);
     engine.sleepers.call_all();
+    // Another close that runs at the same time must not send the worker home before it has them.
+    guard(&engine.crew.desk).closers += 1;
     let dismissed = dismiss_guards(engine);
+    guard(&engine.crew.desk).closers -= 1;
+    engine.crew.progress.notify_all();
+    engine.crew.desk_wake.call(LOOK);
     let on_worker = engine.on_worker_thread();
     let calls = !engine.wait_for_calls(end);
     // What could be handed to nobody is released by nobody: only after an earlier close gave up.
@@ -111,7 +116,7 @@ fn hurry(engine: &Engine) {
 /// Waits until the worker has nothing left to release.
 fn wait_until_settled(engine: &Engine, end: Instant) {
     let mut desk = guard(&engine.crew.desk);
-    while !desk.gone && (!desk.deferred.is_empty() || desk.in_hand > 0) {
+    while !desk.gone && (!desk.deferred.is_empty() || desk.in_hand > 0 || desk.closers > 0) {
         let rest = end.saturating_duration_since(Instant::now());
         if rest.is_zero() {
             return;

@@ -64,9 +64,9 @@ pub(super) struct Deferred {
 /// Foreign code, for the worker to run when nothing else is to be done.
 pub(super) enum Call {
     Lost(Arc<Held>, LostReason),
-    ReleaseFailed(Option<OnReleaseError>, LockError, ReleaseErrorContext),
+    ReleaseFailed(Option<OnReleaseError>, LockError, Box<ReleaseErrorContext>),
     /// Values of the caller's that must not be dropped on the timer.
-    Drop(Held),
+    Drop(Box<Held>),
 }
 
 /// Things by the time they are due; one entry per id.
@@ -138,6 +138,8 @@ pub(super) struct Desk {
     pub(super) next_id: u64,
     /// Deferred releases that are being tried right now.
     pub(super) in_hand: usize,
+    /// Threads that are handing leases over in order to close the client.
+    pub(super) closers: usize,
     /// No new work comes; since when.
     pub(super) ending: Option<Moment>,
     /// What is left is given up.

@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 use crate::backend::LockBackend;
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
-use crate::lock::crew::Crew;
+use crate::lock::crew::{Crew, Deferred};
 use crate::lock::queue::Queue;
-use crate::lock::report::OnReleaseError;
+use crate::lock::report::{OnReleaseError, quietly};
 use crate::lock::wake::{LOOK, Sleepers, guard};
 use crate::lock::{timer, worker};
 use crate::model::time::{Clock, Moment};
@@ -108,9 +108,34 @@ impl Engine {
 
     /// Notes a call that may come back with a lease; closing waits for it.
     pub(super) fn enter(&self) -> Result<Entered<'_>> {
-        *guard(&self.calls) += 1;
-        let entered = Entered(self);
+        let entered = self.enter_anyway();
         self.check_open().map(|()| entered)
+    }
+
+    /// Notes a call that closing waits for, also on a closed client.
+    pub(super) fn enter_anyway(&self) -> Entered<'_> {
+        *guard(&self.calls) += 1;
+        Entered(self)
+    }
+
+    /// Leaves a lease to the worker, or, where there is none any more, lets it go at once; inside an
+    /// async runtime on a thread of its own.
+    pub(super) fn abandon(self: &Arc<Self>, deferred: Deferred) {
+        let Err(deferred) = self.crew.defer(self.clock.now(), deferred) else { return };
+        if self.clock.now() < deferred.keep_until {
+            return; // A min_hold, that the lease itself keeps.
+        }
+        let engine = Arc::clone(self);
+        let release = move || {
+            let deadline = engine.clock.now().after(engine.dispose_timeout);
+            // The client is closed and nobody is left to tell; the lease also ends by itself.
+            let _ = engine.backend.release_by(&deferred.context.lock_id, deadline);
+        };
+        if in_async_runtime() {
+            let _ = thread::Builder::new().name("syncguard-close".to_owned()).spawn(move || quietly(release));
+        } else {
+            quietly(release);
+        }
     }
 
     /// Waits until no call is under way. Whether that was so in time.

@@ -175,6 +175,7 @@ impl LockGuard {
     /// None: a cancelled holder must still let go.
     pub fn release(self) -> Result<ReleaseResult> {
         let engine = self.engine();
+        let _entered = engine.enter_anyway();
         let limit = engine.backend.operation_timeout();
         let Some(mut deferred) = self.finish(ReleaseSource::Worker) else {
             return Ok(ReleaseResult::NotHeld);
@@ -242,11 +243,11 @@ impl LockGuard {
 
     /// What `Drop` does.
     fn dispose(&self) {
-        let Some(mut deferred) = self.finish(self.source) else { return };
         let engine = self.engine();
-        let now = engine.clock.now();
+        let entered = engine.enter_anyway();
+        let Some(mut deferred) = self.finish(self.source) else { return };
         if in_async_runtime() || std::thread::panicking() {
-            let _ = engine.crew.defer(now, deferred);
+            engine.abandon(deferred);
             return;
         }
         match let_go(engine, &mut deferred, engine.dispose_timeout) {
@@ -260,7 +261,9 @@ impl LockGuard {
                 let handler = deferred.handler.clone();
                 deferred.told = true;
                 deferred.tries = 1;
-                let _ = engine.crew.defer(now, deferred);
+                let _ = engine.crew.defer(engine.clock.now(), deferred);
+                // The handler may close the client, which waits for calls like this one.
+                drop(entered);
                 let error = error.with_key(context.key.as_str()).with_lock_id(context.lock_id.as_str());
                 report(handler.as_ref(), &error, &context);
             }

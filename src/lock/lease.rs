@@ -279,11 +279,12 @@ impl Lease {
             Heartbeat::Off => return,
             Heartbeat::Auto => self.ttl / 3,
             // An extend may have made the ttl shorter than the interval.
-            Heartbeat::Every(interval) => interval.min(self.ttl / 2),
+            Heartbeat::Every(interval) if interval >= self.ttl => self.ttl / 2,
+            Heartbeat::Every(interval) => interval,
         };
-        // Never later than half way to a deadline that something lowered.
-        let half = self.deadline.since(sent) / 2;
-        self.next_renewal = sent.after(interval.min(half));
+        let whole = self.deadline.since(sent);
+        // Not later than half way to a deadline that something else keeps low.
+        self.next_renewal = sent.after(if whole < self.ttl { interval.min(whole / 2) } else { interval });
     }
 
     /// Plans the renewal after one that was not confirmed: soon, and again and again before the
@@ -298,7 +299,8 @@ impl Lease {
         } else {
             (rest / 8).clamp(Duration::from_millis(50), Duration::from_secs(2))
         };
-        let soon = now.after(pause.min(rest / 2));
+        // The last few milliseconds are not worth a try each.
+        let soon = now.after(pause.min(rest / 2).max(Duration::from_millis(5)));
         self.alone |= busy;
         self.next_renewal = match flight.kind {
             Kind::Renewal => soon,
@@ -313,3 +315,7 @@ impl Lease {
 
 /// How long after its expiry the server still counts a lease as live.
 pub(super) const TOLERANCE: Duration = Duration::from_millis(TIME_TOLERANCE_MS.unsigned_abs());
+
+#[cfg(test)]
+#[path = "lease_tests.rs"]
+mod tests;

@@ -48,7 +48,7 @@ pub(super) fn run(crew: &Crew, clock: &Clock) {
             // The guard went away meanwhile: its callbacks are the caller's values, and their drop
             // is foreign code.
             if let Some(last) = Arc::into_inner(held) {
-                crew.call(Call::Drop(last));
+                crew.call(Call::Drop(Box::new(last)));
             }
         }
     }

@@ -9,7 +9,7 @@ use crate::cancel::{CancelToken, Subscription};
 #[derive(Clone)]
 pub(crate) struct Token {
     pub(crate) token: CancelToken,
-    _tie: Option<Arc<Tie>>,
+    tie: Option<Arc<Tie>>,
 }
 
 /// Ties a token to the second of the two it was made of, and keeps the ties of the first.
@@ -20,7 +20,7 @@ struct Tie {
 
 impl Token {
     pub(super) fn never() -> Self {
-        Self { token: CancelToken::never(), _tie: None }
+        Self { token: CancelToken::never(), tie: None }
     }
 
     pub(super) fn and(&self, other: &CancelToken) -> Self {
@@ -28,12 +28,12 @@ impl Token {
             return self.clone();
         }
         if self.token.is_never() {
-            return Self { token: other.clone(), _tie: None };
+            return Self { token: other.clone(), tie: None };
         }
         let token = self.token.child();
         let child = token.clone();
         let second = other.subscribe(move || child.cancel());
-        Self { token, _tie: Some(Arc::new(Tie { _second: second, _first: self._tie.clone() })) }
+        Self { token, tie: Some(Arc::new(Tie { _second: second, _first: self.tie.clone() })) }
     }
 }
 

@@ -134,7 +134,8 @@ fn next_job(engine: &Engine, calls: bool) -> Job {
         return Job::Call(call);
     }
     if calls && let Some(since) = desk.ending {
-        if desk.deferred.is_empty() || now.since(since) >= LONGEST_DRAIN {
+        let idle = desk.deferred.is_empty() && desk.closers == 0;
+        if idle || now.since(since) >= LONGEST_DRAIN {
             desk.gone = true;
             return Job::Go;
         }
@@ -294,7 +295,7 @@ fn settle_deferred(engine: &Engine, mut deferred: Deferred) {
             } else {
                 deferred.told = true;
                 let handler = deferred.handler.clone();
-                engine.crew.call(Call::ReleaseFailed(handler, error, deferred.context.clone()));
+                engine.crew.call(Call::ReleaseFailed(handler, error, Box::new(deferred.context.clone())));
             }
             later(engine, deferred);
         }
@@ -332,6 +333,6 @@ fn give_up(engine: &Engine, mut deferred: Deferred) {
         }
     }
     if let (Some(error), false) = (failed, deferred.told) {
-        engine.crew.call(Call::ReleaseFailed(deferred.handler.take(), error, deferred.context.clone()));
+        engine.crew.call(Call::ReleaseFailed(deferred.handler.take(), error, Box::new(deferred.context)));
     }
 }

@@ -21,8 +21,7 @@ use std::time::{Duration, Instant};
 use crate::backend::{AcquireResult, Acquired};
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
-use crate::model::fence::{FENCE_MAX, FENCE_WARN, Fence};
-use crate::model::hash::hash_key;
+use crate::model::fence::{FENCE_MAX, Fence};
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::model::lock_id::LockId;
 use crate::model::time::{TIME_TOLERANCE_MS, Ttl, is_live};
@@ -112,7 +111,7 @@ impl<'a> Acquire<'a> {
     fn answer(&self, round: &Round) -> Result<AcquireResult> {
         match *round {
             Round::Granted { expires_at_ms, fence } => {
-                warn_of_fence(fence, self.key);
+                fence.warn_near_limit(self.key.as_str());
                 Ok(AcquireResult::Acquired(Acquired {
                     lock_id: self.lock_id.as_str().to_owned(),
                     fence,
@@ -242,11 +241,8 @@ fn decide(seen: &Seen, lock_id: &str) -> Step {
         if !seen.row_locked {
             return Step::Locked;
         }
-        if row.lock_id == lock_id {
-            return Step::Confirm;
-        }
         if is_live(row.expires_at_ms, seen.now_ms, TIME_TOLERANCE_MS) {
-            return Step::Locked;
+            return if row.lock_id == lock_id { Step::Confirm } else { Step::Locked };
         }
     }
     match seen.counter {
@@ -280,15 +276,6 @@ fn fence_exhausted() -> LockError {
     ))
 }
 
-fn warn_of_fence(fence: Fence, key: &Key) {
-    if fence.get() > FENCE_WARN {
-        log::warn!(
-            "fence {fence} of key #{} is above the warning line {FENCE_WARN}: move to a new key before {FENCE_MAX}",
-            hash_key(key.as_str())
-        );
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -297,8 +284,8 @@ mod tests {
         Seen { row: None, row_locked: false, counter: None, counter_locked: false, now_ms: 1_000_000 }
     }
 
-    fn row(lock_id: &str, expires_at_ms: i64) -> Option<Row> {
-        Some(Row { lock_id: lock_id.into(), expires_at_ms })
+    fn row(lock_id: &str, expires_at_ms: i64) -> Row {
+        Row { lock_id: lock_id.into(), expires_at_ms }
     }
 
     #[test]
@@ -316,15 +303,17 @@ mod tests {
             (1_000_000 - TIME_TOLERANCE_MS, false, Step::Locked),
             (2_000_000, true, Step::Locked),
         ] {
-            let seen = Seen { row: row("other", expires), row_locked: locked, ..seen() };
+            let seen = Seen { row: Some(row("other", expires)), row_locked: locked, ..seen() };
             assert_eq!(decide(&seen, "me"), step, "{expires} {locked}");
         }
     }
 
     #[test]
-    fn our_own_row_is_confirmed() {
-        let seen = Seen { row: row("me", 0), row_locked: true, ..seen() };
-        assert_eq!(decide(&seen, "me"), Step::Confirm);
+    fn our_own_row_is_confirmed_while_it_lives() {
+        for (expires, step) in [(2_000_000, Step::Confirm), (0, Step::Grant)] {
+            let seen = Seen { row: Some(row("me", expires)), row_locked: true, ..seen() };
+            assert_eq!(decide(&seen, "me"), step);
+        }
     }
 
     #[test]

@@ -11,7 +11,7 @@
 //! 3. Between calls no deadline is set: an idle connection does not expire.
 //!
 //! The driver never hands a Unix socket to a TLS connector, so there only the server's own limits
-//! hold; [`Link::guards`] says which case it is.
+//! hold.
 
 use std::any::TypeId;
 use std::error::Error;
@@ -38,7 +38,6 @@ struct State {
     /// Nanoseconds after `start`; `u64::MAX` for none.
     deadline: AtomicU64,
     dead: AtomicBool,
-    guards: AtomicBool,
     /// The server said that a commit may not have reached its standby.
     unreplicated: AtomicBool,
     waiting: Mutex<Option<Waker>>,
@@ -50,7 +49,6 @@ impl Link {
             start: Instant::now(),
             deadline: AtomicU64::new(u64::MAX),
             dead: AtomicBool::new(false),
-            guards: AtomicBool::new(false),
             unreplicated: AtomicBool::new(false),
             waiting: Mutex::new(None),
         }))
@@ -74,11 +72,6 @@ impl Link {
         if let Some(waker) = waker {
             waker.wake();
         }
-    }
-
-    /// Whether the socket runs through us: TCP, not a Unix socket.
-    pub(crate) fn guards(&self) -> bool {
-        self.0.guards.load(Ordering::SeqCst)
     }
 
     pub(crate) fn is_dead(&self) -> bool {
@@ -193,6 +186,10 @@ impl<T: TlsStream + Unpin> AsyncRead for GuardedStream<T> {
     }
 }
 
+#[expect(
+    clippy::redundant_closure_for_method_calls,
+    reason = "a method path is not general enough in its lifetime"
+)]
 impl<T: TlsStream + Unpin> AsyncWrite for GuardedStream<T> {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
         self.get_mut().guarded(cx, |below, cx| below.poll_write(cx, buf))
@@ -260,7 +257,6 @@ where
     type Error = BoxError;
 
     fn make_tls_connect(&mut self, domain: &str) -> Result<Self::TlsConnect, BoxError> {
-        self.link.0.guards.store(true, Ordering::SeqCst);
         let tls = match self.encryption {
             Encryption::Never => None,
             _ => Some(self.tls.make_tls_connect(domain).map_err(Into::into)?),

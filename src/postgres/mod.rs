@@ -7,6 +7,7 @@
 //! | `statement`, `session` | prepared statements, messages, one operation on one connection |
 //! | `sql`, `schema` | every SQL text; the tables and how they come to be |
 //! | `acquire`, `release`, `extend`, `read` | the operations |
+//! | `operator` | what operators see and may do |
 //! | `error` | SQLSTATE to error code |
 //!
 //! The one loop around all of them is [`PostgresBackend::run`]: it replaces stale connections as
@@ -17,6 +18,7 @@ mod connect;
 pub(crate) mod error;
 mod extend;
 mod link;
+mod operator;
 mod pool;
 mod read;
 mod release;
@@ -26,10 +28,11 @@ mod source;
 mod sql;
 mod statement;
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 pub(crate) use connect::{Connector, guard_runtime, parse_url};
+pub use operator::{BrokenLock, CLEANUP_GUARD_MS, Counts, IdleCounter, Operator, Waiter};
 pub(crate) use schema::Names;
 pub(crate) use source::Source;
 
@@ -56,13 +59,29 @@ const MAX_REPLACEMENTS: u32 = 64;
 /// How many operation timeouts setting up the schema may take: others may be doing it.
 const SET_UP_TIMES: u32 = 6;
 
+/// The least time between two clean-ups that reads cause.
+const CLEANUP_PAUSE: Duration = Duration::from_secs(1);
+
+/// The most rows that such a clean-up deletes.
+const CLEANUP_ROWS: u32 = 100;
+
 /// Leases in two tables of a PostgreSQL database.
 pub(crate) struct PostgresBackend {
     source: Source,
     names: Names,
-    store_key_debug: bool,
-    operation_timeout: Duration,
+    settings: Settings,
     located: OnceLock<Arc<Located>>,
+    /// Handed to the thread of a clean-up.
+    this: Weak<PostgresBackend>,
+    next_cleanup: Mutex<Option<Instant>>,
+}
+
+/// What a caller may choose about the tables and the time.
+#[derive(Clone, Copy)]
+pub(crate) struct Settings {
+    pub(crate) store_key_debug: bool,
+    pub(crate) cleanup_in_is_locked: bool,
+    pub(crate) operation_timeout: Duration,
 }
 
 /// The tables and their statements, once it is known where the tables are.
@@ -95,20 +114,22 @@ impl From<LockError> for Fault {
 
 impl PostgresBackend {
     /// A backend that has not talked to the server yet.
-    pub(crate) fn new(
-        source: Source,
-        names: Names,
-        store_key_debug: bool,
-        operation_timeout: Duration,
-    ) -> Self {
-        Self { source, names, store_key_debug, operation_timeout, located: OnceLock::new() }
+    pub(crate) fn new(source: Source, names: Names, settings: Settings) -> Arc<Self> {
+        Arc::new_cyclic(|this| Self {
+            source,
+            names,
+            settings,
+            located: OnceLock::new(),
+            this: this.clone(),
+            next_cleanup: Mutex::new(None),
+        })
     }
 
     /// Creates what is missing of the two tables and their indexes. Idempotent, safe at the same
     /// time from many processes, and a no-op for a role without the right to create if all is there.
     pub(crate) fn set_up(&self) -> Result<()> {
         let end = Instant::now()
-            + self.operation_timeout.saturating_mul(SET_UP_TIMES).min(Duration::from_secs(3600));
+            + self.settings.operation_timeout.saturating_mul(SET_UP_TIMES).min(Duration::from_secs(3600));
         let never = CancelToken::never();
         let survey = self.survey(end, &never)?;
         if survey.is_complete() {
@@ -265,6 +286,32 @@ impl PostgresBackend {
         }
     }
 
+    /// Cleans up after a read that met a row long over: later, on a thread of its own, at most once
+    /// per [`CLEANUP_PAUSE`]. Failures only reach the debug log.
+    pub(crate) fn cleanup_soon(&self) {
+        if !self.settings.cleanup_in_is_locked {
+            return;
+        }
+        let now = Instant::now();
+        {
+            let mut next = self.next_cleanup.lock().unwrap_or_else(PoisonError::into_inner);
+            if next.is_some_and(|next| now < next) {
+                return;
+            }
+            *next = Some(now + CLEANUP_PAUSE);
+        }
+        let this = self.this.clone();
+        let cleanup = move || {
+            let Some(backend) = this.upgrade() else { return };
+            if let Err(error) = backend.cleanup_expired(CLEANUP_ROWS, backend.end()) {
+                log::debug!("clean-up of expired leases failed: {}", error.chain());
+            }
+        };
+        if std::thread::Builder::new().name("syncguard-cleanup".into()).spawn(cleanup).is_err() {
+            log::debug!("no thread for the clean-up of expired leases");
+        }
+    }
+
     fn locate(&self, end: Instant, cancel: &CancelToken) -> Result<Arc<Located>> {
         if let Some(located) = self.located.get() {
             return Ok(Arc::clone(located));
@@ -288,7 +335,7 @@ impl PostgresBackend {
     }
 
     fn remember(&self, survey: &Survey) -> Result<()> {
-        let tables = self.names.located(survey, self.store_key_debug).ok_or_else(missing_tables)?;
+        let tables = self.names.located(survey, self.settings.store_key_debug).ok_or_else(missing_tables)?;
         let statements = Statements::new(&tables);
         if self.located.set(Arc::new(Located { tables, statements })).is_ok() && survey.unlogged {
             log::warn!(
@@ -301,7 +348,7 @@ impl PostgresBackend {
     /// When an operation that starts now must be over.
     fn end(&self) -> Instant {
         let now = Instant::now();
-        now.checked_add(self.operation_timeout).unwrap_or(now + Duration::from_secs(86_400))
+        now.checked_add(self.settings.operation_timeout).unwrap_or(now + Duration::from_secs(86_400))
     }
 
     /// The same for one with a deadline of its own.
@@ -409,7 +456,7 @@ impl LockBackend for PostgresBackend {
     }
 
     fn operation_timeout(&self) -> Duration {
-        self.operation_timeout
+        self.settings.operation_timeout
     }
 
     fn close(&self) {

@@ -28,7 +28,13 @@ pub(crate) fn is_locked(
         session.check_cancel()?;
         Ok(match answers.row(0)? {
             None => false,
-            Some(row) => is_live(required(int(row, 0)?)?, required(int(row, 1)?)?, TIME_TOLERANCE_MS),
+            Some(row) => {
+                let (expires_at_ms, now_ms) = (required(int(row, 0)?)?, required(int(row, 1)?)?);
+                if PostgresBackend::is_long_over(expires_at_ms, now_ms) {
+                    backend.cleanup_soon();
+                }
+                is_live(expires_at_ms, now_ms, TIME_TOLERANCE_MS)
+            }
         })
     });
     found.map_err(|fault| fault.into_error().with_key(key.as_str()))

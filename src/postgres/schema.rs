@@ -175,6 +175,11 @@ enum KeyDebug {
 }
 
 impl Tables {
+    /// Whether counters note the caller's key.
+    pub(crate) fn notes_keys(&self) -> bool {
+        matches!(self.key_debug, KeyDebug::Stored)
+    }
+
     /// What the counter's `INSERT` says about `key_debug`: `(column, value)`.
     pub(crate) fn key_debug(&self, user_key: &str) -> (&'static str, String) {
         match self.key_debug {
@@ -192,7 +197,7 @@ fn index_name(table: &str, suffix: &str) -> String {
         return plain;
     }
     let digest = Sha256::digest(table.as_bytes());
-    let hex: String = digest.iter().take(4).map(|byte| format!("{byte:02x}")).collect();
+    let hex = digest.iter().take(4).fold(String::new(), |hex, byte| hex + &format!("{byte:02x}"));
     let keep = MAX_IDENTIFIER - "idx__".len() - 1 - hex.len() - suffix.len();
     format!("idx_{}_{hex}_{suffix}", table.get(..keep).unwrap_or(table))
 }

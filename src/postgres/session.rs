@@ -17,6 +17,7 @@ use crate::cancel::{CancelToken, Subscription};
 use crate::error::{ErrorCode, LockError, Result};
 use crate::postgres::connect::{guard_runtime, rest};
 use crate::postgres::error::{Trouble, call_error, is_unprepared};
+use crate::postgres::link::Link;
 use crate::postgres::source::Connection;
 use crate::postgres::statement::{Backend, Memo, Message, Statement};
 
@@ -51,6 +52,11 @@ impl Answers {
     /// The rows of a statement, counted from the message's last.
     pub(crate) fn rows(&self, from_last: usize) -> Result<&[SimpleQueryRow]> {
         self.0.iter().rev().nth(from_last).map(Vec::as_slice).ok_or_else(malformed)
+    }
+
+    /// The rows of the message's last statement, to keep.
+    pub(crate) fn into_last_rows(mut self) -> Vec<SimpleQueryRow> {
+        self.0.pop().unwrap_or_default()
     }
 }
 
@@ -131,7 +137,7 @@ impl<'a> Session<'a> {
     pub(crate) fn commit(&mut self, message: &Message<'_>) -> Result<Answers, Trouble> {
         let answers = self.send(message, true)?;
         self.in_transaction = false;
-        if self.connection()?.link().is_some_and(|link| link.take_unreplicated()) {
+        if self.connection()?.link().is_some_and(Link::take_unreplicated) {
             return Err(Trouble::Broken {
                 error: LockError::new(ErrorCode::ServiceUnavailable)
                     .with_message("the change is durable on this server, but its standby may not have it"),

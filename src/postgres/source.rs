@@ -69,8 +69,8 @@ impl Source {
             Operations::Own(pool) => pool.get(end, cancel).map(Connection::Own),
             Operations::Foreign { pool, canceller } => loop {
                 cancel.check()?;
-                let left = rest(end);
-                let wait = if cancel.is_never() { left } else { left.min(SLICE) };
+                let time = rest(end);
+                let wait = if cancel.is_never() { time } else { time.min(SLICE) };
                 match pool.lend(wait) {
                     Ok(mut lent) => {
                         let memo = lent.take_memo();
@@ -80,7 +80,7 @@ impl Source {
                             canceller: canceller.clone(),
                         }));
                     }
-                    Err(error) if wait == left => break Err(error),
+                    Err(error) if wait == time => break Err(error),
                     Err(_) => {}
                 }
             },
@@ -152,14 +152,6 @@ impl Source {
                     connection.give_back();
                 }
             }
-        }
-    }
-
-    /// How to open a connection of our own, where that is known.
-    pub(crate) fn connector(&self) -> Option<&Connector> {
-        match (&self.operations, &self.renewals) {
-            (Operations::Own(pool), _) | (_, Renewals::Own(pool)) => Some(pool.connector()),
-            _ => None,
         }
     }
 }

@@ -59,23 +59,19 @@ impl Statement {
 
     /// The text with the arguments in the place of `$n`.
     fn write_out(&self, args: &[Arg<'_>], out: &mut String) -> Result<()> {
-        let mut rest = self.text.as_str();
-        while let Some(at) = rest.find('$') {
-            let (before, after) = rest.split_at(at);
-            out.push_str(before);
-            let digits = after[1..].bytes().take_while(u8::is_ascii_digit).count();
-            let number: usize = after[1..=digits].parse().unwrap_or(0);
-            let (Some(arg), Some(of)) =
-                (args.get(number.wrapping_sub(1)), self.types.get(number.wrapping_sub(1)))
-            else {
+        let mut pieces = self.text.split('$');
+        out.push_str(pieces.next().unwrap_or_default());
+        for piece in pieces {
+            let end = piece.find(|c: char| !c.is_ascii_digit()).unwrap_or(piece.len());
+            let (number, after) = piece.split_at(end);
+            let place = number.parse().unwrap_or(0_usize).wrapping_sub(1);
+            let (Some(arg), Some(of)) = (args.get(place), self.types.get(place)) else {
                 return Err(LockError::invalid("a statement has fewer arguments than it needs"));
             };
             out.push('(');
             arg.push(out)?;
-            let _ = write!(out, ")::{of}");
-            rest = &after[1 + digits..];
+            let _ = write!(out, ")::{of}{after}");
         }
-        out.push_str(rest);
         Ok(())
     }
 }
@@ -164,6 +160,13 @@ impl<'a> Message<'a> {
     pub(crate) fn call(mut self, statement: &'a Statement, args: &[Arg<'a>]) -> Self {
         self.parts.push(Part::Call(statement, args.to_vec()));
         self
+    }
+
+    /// Adds a call that is written out: for statements too rare to be prepared.
+    pub(crate) fn plain(self, statement: &Statement, args: &[Arg<'_>]) -> Result<Self> {
+        let mut sql = String::new();
+        statement.write_out(args, &mut sql)?;
+        Ok(self.raw(sql))
     }
 
     pub(crate) fn text(&self, plain: bool) -> Result<String> {

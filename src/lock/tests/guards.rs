@@ -1,0 +1,367 @@
+//! Renewal, loss, extends, and how guards end.
+
+use super::*;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::thread;
+
+/// Moves the clock in small steps, as time does, and lets the worker keep up with what is due.
+fn pass(fake: &Fake, clock: &Clock, client: &LockClient, time: Duration) {
+    let end = clock.now().after(time);
+    while clock.now() < end {
+        clock.advance(ms(500));
+        let idle = || {
+            let desk = guard(&client.engine().crew.desk);
+            desk.renewals.next() > clock.now() && desk.asleep_until.is_some()
+        };
+        eventually("the worker has done what is due", idle);
+    }
+    let _ = fake;
+}
+
+#[test]
+fn a_guard_is_renewed_while_it_lives_and_not_after() {
+    let (fake, clock) = Fake::manual();
+    let client = client(&fake);
+    let held = client.lock("k").unwrap();
+    pass(&fake, &clock, &client, s(300));
+    assert!(held.is_held() && fake.row("k").is_some());
+    let renewals = fake.count("renew");
+    assert!((28..=31).contains(&renewals), "{renewals}");
+    assert_eq!(held.expires_at_ms(), 3);
+    assert_eq!(held.release().unwrap(), ReleaseResult::Released);
+    clock.advance(s(300));
+    assert_eq!(fake.count("renew"), renewals);
+    assert!(client.engine().crew.watch.lock().unwrap().guards.is_empty());
+}
+
+#[test]
+fn many_guards_are_renewed_in_few_calls() {
+    let (fake, clock) = Fake::manual();
+    let client = client(&fake);
+    let guards: Vec<_> = (0..10_000).map(|n| client.try_lock(&format!("k{n}")).unwrap().unwrap()).collect();
+    clock.advance(s(10));
+    eventually("all are renewed", || guards.iter().all(|held| held.remaining() == s(30)));
+    let batches = guard(&fake.state).batches.clone();
+    assert_eq!(batches.iter().sum::<usize>(), 10_000);
+    assert_eq!(batches.len(), 20);
+    let start = std::time::Instant::now();
+    drop(guards);
+    let crew = &client.engine().crew;
+    assert!(guard(&crew.watch).guards.is_empty() && guard(&crew.desk).renewals.is_empty());
+    let _ = start;
+}
+
+#[test]
+fn a_hung_worker_does_not_delay_the_news_that_the_lease_is_over() {
+    let (fake, clock) = Fake::manual();
+    let client = client(&fake);
+    let held = client.lock("k").unwrap();
+    let off = client.lock_with("off", &LockOptions::new().heartbeat(Heartbeat::Off)).unwrap();
+    fake.renew_gate.shut();
+    clock.advance(s(10));
+    fake.renew_gate.wait_for_arrival();
+    assert!(held.is_held() && !held.lost().is_cancelled());
+    clock.advance(s(20));
+    assert!(held.lost().wait_timeout(s(30)) && off.lost().wait_timeout(s(30)));
+    assert!(!held.is_held() && held.remaining().is_zero());
+    assert_eq!(held.lost_reason(), Some(LostReason::Unreachable));
+    assert_eq!(off.lost_reason(), Some(LostReason::Expired));
+    fake.renew_gate.open();
+    eventually("the late answer is in", || fake.row("k").is_some_and(|row| row.1 > clock.now()));
+    assert!(!held.is_held(), "a late answer revives nothing");
+    assert_eq!(held.extend(s(30)).unwrap(), ExtendResult::NotHeld);
+}
+
+#[test]
+fn a_refused_renewal_tells_the_holder_once() {
+    let (fake, clock) = Fake::manual();
+    let client = client(&fake);
+    let (tell, told) = std::sync::mpsc::channel();
+    let tell = Mutex::new(tell);
+    let options = LockOptions::new().on_lost(move |reason| guard(&tell).send(reason).unwrap());
+    let held = client.lock_with("k", &options).unwrap();
+    fake.remove("k");
+    clock.advance(s(10));
+    assert_eq!(told.recv_timeout(s(30)).unwrap(), LostReason::RowMissing);
+    assert!(held.lost().is_cancelled() && !held.is_held());
+    let renewals = fake.count("renew");
+    clock.advance(s(60));
+    drop(held);
+    client.close(s(30)).unwrap();
+    assert_eq!(fake.count("renew"), renewals);
+    drop(client);
+    assert!(told.try_recv().is_err(), "told once");
+}
+
+#[test]
+fn busy_rows_and_errors_are_retried_before_the_deadline() {
+    for script in [Script::No, Script::Fail(ErrorCode::ServiceUnavailable), Script::Panic] {
+        let (fake, clock) = Fake::manual();
+        let client = client(&fake);
+        let held = client.lock("k").unwrap();
+        let other = client.lock("other").unwrap();
+        fake.script("renew", [script, script]);
+        pass(&fake, &clock, &client, s(20));
+        assert!(held.remaining() >= s(20) && other.is_held(), "{script:?}");
+        let batches = guard(&fake.state).batches.clone();
+        // A busy row goes alone, until it is renewed.
+        let alone = if matches!(script, Script::No) { 1 } else { 2 };
+        assert_eq!(batches[1], alone, "{script:?} {batches:?}");
+    }
+}
+
+#[test]
+fn cancelling_the_lost_token_only_wakes_those_who_wait() {
+    let (fake, _clock) = Fake::manual();
+    let held = client(&fake).lock("k").unwrap();
+    held.lost().cancel();
+    assert!(held.is_held() && held.lost_reason().is_none());
+    assert_eq!(held.release().unwrap(), ReleaseResult::Released);
+}
+
+#[test]
+fn an_extend_moves_the_deadline_and_the_ttl_of_renewals() {
+    let (fake, clock) = Fake::manual();
+    let client = client(&fake);
+    let held = client.lock("k").unwrap();
+    assert_eq!(held.extend(s(60)).unwrap(), ExtendResult::Extended { expires_at_ms: 2 });
+    assert_eq!((held.remaining(), held.expires_at_ms()), (s(60), 2));
+    pass(&fake, &clock, &client, s(19));
+    assert_eq!(fake.count("renew"), 0);
+    pass(&fake, &clock, &client, s(1));
+    assert_eq!((fake.count("renew"), held.remaining()), (1, s(60)));
+    assert!(held.extend(s(3)).is_ok());
+    assert_eq!(held.remaining(), s(3));
+    fake.remove("k");
+    assert_eq!(held.extend(s(30)).unwrap(), ExtendResult::NotHeld);
+    assert!(held.lost().is_cancelled());
+    assert_eq!(held.extend(Duration::ZERO).unwrap_err().code(), ErrorCode::InvalidArgument);
+}
+
+#[test]
+fn max_hold_ends_the_trust_although_renewals_succeed() {
+    let (fake, clock) = Fake::manual();
+    let client = client(&fake);
+    let held = client.lock_with("k", &LockOptions::new().max_hold(s(45))).unwrap();
+    pass(&fake, &clock, &client, ms(44_500));
+    assert!(held.is_held());
+    clock.advance(ms(500));
+    assert!(held.lost().wait_timeout(s(30)));
+    assert_eq!(held.lost_reason(), Some(LostReason::MaxHold));
+    drop(held);
+    assert!(fake.row("k").is_none(), "the drop releases it all the same");
+}
+
+#[test]
+fn a_guard_that_is_released_while_its_renewal_is_in_flight_stays_released() {
+    let (fake, clock) = Fake::manual();
+    let client = client(&fake);
+    let held = client.lock("k").unwrap();
+    let token = held.lost().clone();
+    fake.renew_gate.shut();
+    clock.advance(s(10));
+    fake.renew_gate.wait_for_arrival();
+    assert_eq!(held.release().unwrap(), ReleaseResult::Released);
+    fake.renew_gate.open();
+    eventually("the worker is back", || guard(&client.engine().crew.desk).asleep_until.is_some());
+    let crew = &client.engine().crew;
+    assert!(guard(&crew.desk).renewals.is_empty() && guard(&crew.watch).deadlines.is_empty());
+    assert!(!token.is_cancelled(), "a released lease is not lost");
+}
+
+#[test]
+fn a_failed_release_returns_its_error_and_the_worker_goes_on() {
+    let (fake, clock) = Fake::manual();
+    let (client, reports) = reporting_client(&fake);
+    let held = client.lock("k").unwrap();
+    fake.script("release", [Script::Fail(ErrorCode::NetworkTimeout); 3]);
+    let error = held.release().unwrap_err();
+    assert_eq!((error.code(), error.key()), (ErrorCode::NetworkTimeout, Some("k")));
+    assert!(error.lock_id().is_some());
+    eventually("the worker has released it", || {
+        clock.advance(ms(100));
+        fake.row("k").is_none()
+    });
+    assert_eq!(fake.count("release"), 4);
+    assert!(guard(&reports).is_empty(), "the caller was told already");
+}
+
+#[test]
+fn a_failed_drop_is_reported_once_and_the_worker_goes_on() {
+    for own in [false, true] {
+        let (fake, clock) = Fake::manual();
+        let (client, client_reports) = reporting_client(&fake);
+        let (own_reports, handler) = recorder();
+        let mut options = LockOptions::new();
+        if own {
+            options = options.on_release_error(handler);
+        }
+        let held = client.lock_with("k", &options).unwrap();
+        let id = held.lock_id().to_owned();
+        fake.script("release", [Script::Fail(ErrorCode::NetworkTimeout), Script::Panic, Script::Unknown]);
+        drop(held);
+        eventually("the worker has released it", || {
+            clock.advance(ms(100));
+            fake.row("k").is_none()
+        });
+        let (told, silent) = if own { (own_reports, client_reports) } else { (client_reports, own_reports) };
+        assert!(guard(&silent).is_empty());
+        let told = guard(&told);
+        assert_eq!(told.len(), 1);
+        assert_eq!(told[0].0, ErrorCode::NetworkTimeout);
+        assert_eq!((told[0].1.key.as_str(), &told[0].1.lock_id), ("k", &id));
+        assert_eq!(told[0].1.source, ReleaseSource::Drop);
+    }
+}
+
+#[test]
+fn a_lock_that_was_gone_already_is_no_failure() {
+    let (fake, _clock) = Fake::manual();
+    let (client, reports) = reporting_client(&fake);
+    let held = client.lock("k").unwrap();
+    fake.remove("k");
+    drop(held);
+    let held = client.lock("k").unwrap();
+    fake.remove("k");
+    assert_eq!(held.release().unwrap(), ReleaseResult::NotHeld);
+    assert!(guard(&reports).is_empty());
+    assert_eq!(fake.count("release"), 2, "each asked once");
+}
+
+#[test]
+fn drop_leaves_the_release_to_the_worker_while_unwinding_and_in_an_async_runtime() {
+    let (fake, _clock) = Fake::manual();
+    let client = client(&fake);
+    let held = client.lock("k").unwrap();
+    let result = catch_unwind(AssertUnwindSafe(|| {
+        let _held = held;
+        std::panic::panic_any("on purpose");
+    }));
+    assert!(result.is_err());
+    eventually("released after the panic", || fake.row("k").is_none());
+    let held = client.lock("k").unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    runtime.block_on(async move { drop(held) });
+    eventually("released from the runtime", || fake.row("k").is_none());
+}
+
+#[test]
+fn with_lock_returns_its_value_whatever_the_release_does() {
+    let (fake, _clock) = Fake::manual();
+    let (client, reports) = reporting_client(&fake);
+    fake.script("release", [Script::Fail(ErrorCode::ServiceUnavailable)]);
+    let value = client.with_lock("k", &LockOptions::new(), |held| held.fence().get()).unwrap();
+    assert_eq!(value, 1);
+    assert_eq!(guard(&reports)[0].1.source, ReleaseSource::Helper);
+}
+
+#[test]
+fn with_lock_releases_before_a_panic_goes_on() {
+    let (fake, _clock) = Fake::manual();
+    let client = client(&fake);
+    let result = catch_unwind(AssertUnwindSafe(|| {
+        client.with_lock("k", &LockOptions::new(), |_| std::panic::panic_any(7))
+    }));
+    assert_eq!(*result.unwrap_err().downcast::<i32>().unwrap(), 7);
+    assert!(fake.row("k").is_none());
+    assert_eq!(fake.count("release"), 1);
+}
+
+#[test]
+fn a_cancelled_holder_still_lets_go() {
+    let (fake, _clock) = Fake::manual();
+    let token = CancelToken::new();
+    let held = client(&fake).cancellable(&token).lock_with("k", &LockOptions::new().cancel(&token)).unwrap();
+    token.cancel();
+    assert!(held.is_held());
+    drop(held);
+    assert!(fake.row("k").is_none());
+}
+
+#[test]
+fn a_leaked_lease_stays_and_is_not_renewed() {
+    let (fake, clock) = Fake::manual();
+    let client = client(&fake);
+    let grant = client.lock("k").unwrap().leak();
+    clock.advance(s(10));
+    client.close(s(30)).unwrap();
+    assert_eq!((fake.count("release"), fake.count("renew")), (0, 0));
+    assert_eq!(fake.row("k").unwrap().0, grant.lock_id);
+}
+
+#[test]
+fn min_hold_keeps_the_key_without_keeping_the_caller() {
+    // Within the ttl, and beyond it: then the lease is lengthened at once.
+    for (ttl, extends) in [(60, 0), (5, 1)] {
+        let (fake, clock) = Fake::manual();
+        let client = client(&fake);
+        let options = LockOptions::new().ttl(s(ttl)).min_hold(s(20));
+        let held = client.lock_with("k", &options).unwrap();
+        clock.advance(s(1));
+        if ttl == 5 {
+            assert_eq!(held.release().unwrap(), ReleaseResult::Released);
+        } else {
+            drop(held);
+        }
+        assert_eq!((fake.count("extend"), fake.count("release")), (extends, 0));
+        clock.advance(ms(18_900));
+        assert!(fake.row("k").is_some());
+        clock.advance(ms(100));
+        eventually("free at the end of min_hold", || fake.count("release") == 1 && fake.row("k").is_none());
+    }
+}
+
+#[test]
+fn a_client_that_ends_cuts_the_lease_to_its_min_hold() {
+    let (fake, clock) = Fake::manual();
+    let client = client(&fake);
+    let held = client.lock_with("k", &LockOptions::new().ttl(s(60)).min_hold(s(20))).unwrap();
+    let start = clock.now();
+    drop(held);
+    drop(client);
+    // With the tolerance that is exactly the end of min_hold.
+    eventually("cut", || fake.row("k").is_some_and(|row| row.1 == start.after(s(19))));
+}
+
+#[test]
+fn callbacks_may_panic_and_may_use_and_drop_the_client() {
+    let (fake, clock) = Fake::manual();
+    let client = client(&fake);
+    let inner = client.clone();
+    let slot: Arc<Mutex<Option<crate::lock::LockGuard>>> = Arc::default();
+    let taken = Arc::clone(&slot);
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let see = Arc::clone(&seen);
+    let options = LockOptions::new().on_lost(move |_| {
+        let other = inner.try_lock("other").map(drop).is_ok();
+        let own = guard(&taken).take().is_some();
+        let report = inner.clone().close(s(30)).unwrap();
+        guard(&see).push((other, own, report.pending));
+        std::panic::panic_any("on purpose");
+    });
+    *guard(&slot) = Some(client.lock_with("k", &options).unwrap());
+    drop(options);
+    fake.remove("k");
+    drop(client);
+    clock.advance(s(10));
+    eventually("called", || !guard(&seen).is_empty());
+    assert_eq!(*guard(&seen), [(true, true, 0)]);
+    eventually("everything is gone", || Arc::strong_count(&fake) == 1);
+    assert!(thread::current().name().is_some());
+}
+
+#[test]
+fn a_guard_shows_neither_its_key_nor_its_id() {
+    let (fake, _clock) = Fake::manual();
+    let held = client(&fake).lock("MARKER").unwrap();
+    let text = format!("{held:?} {:?}", client(&fake));
+    assert!(!text.contains("MARKER") && !text.contains(held.lock_id()), "{text}");
+}
+
+#[test]
+fn guards_and_clients_may_go_anywhere() {
+    fn check<T: Send + Sync + 'static>() {}
+    check::<crate::lock::LockGuard>();
+    check::<LockClient>();
+    check::<LockOptions>();
+}

@@ -1,0 +1,45 @@
+//! The engine against a scripted backend.
+
+mod endings;
+mod guards;
+mod waiting;
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use super::fake::{Fake, Script, eventually};
+use super::wake::guard;
+use super::{ClientSettings, Heartbeat, Jitter, LockClient, LockOptions, ReleaseErrorContext, ReleaseSource};
+use crate::backend::{ExtendResult, LostReason, ReleaseResult};
+use crate::cancel::CancelToken;
+use crate::error::{ErrorCode, LockError};
+use crate::model::time::Clock;
+
+fn s(n: u64) -> Duration {
+    Duration::from_secs(n)
+}
+
+fn ms(n: u64) -> Duration {
+    Duration::from_millis(n)
+}
+
+fn client(fake: &Arc<Fake>) -> LockClient {
+    LockClient::new(Arc::clone(fake))
+}
+
+/// What the handler for failed releases was called with.
+type Reports = Arc<Mutex<Vec<(ErrorCode, ReleaseErrorContext)>>>;
+
+fn recorder() -> (Reports, impl Fn(&LockError, &ReleaseErrorContext) + Send + Sync + 'static) {
+    let reports = Reports::default();
+    let record = Arc::clone(&reports);
+    (reports, move |error: &LockError, context: &ReleaseErrorContext| {
+        guard(&record).push((error.code(), context.clone()));
+    })
+}
+
+fn reporting_client(fake: &Arc<Fake>) -> (LockClient, Reports) {
+    let (reports, handler) = recorder();
+    let settings = ClientSettings { on_release_error: Some(Arc::new(handler)), ..ClientSettings::default() };
+    (LockClient::with_settings(Arc::clone(fake) as _, settings), reports)
+}

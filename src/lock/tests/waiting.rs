@@ -1,0 +1,340 @@
+//! Attempts, the queue, and how waits end.
+
+use super::*;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+
+#[test]
+fn contention_is_waited_out_with_one_full_attempt_and_then_looks() {
+    let fake = Fake::on(Clock::system());
+    fake.script("attempt", [Script::No]);
+    fake.script("peek", [Script::No, Script::No]);
+    let options = LockOptions::new().retry_delay(ms(1)).jitter(Jitter::None);
+    let guard_ = client(&fake).lock_with("k", &options).unwrap();
+    assert_eq!(guard_.key(), "k");
+    assert_eq!(guard(&fake.state).log, ["attempt", "peek", "peek", "peek", "attempt"]);
+}
+
+#[test]
+fn attempts_are_one_and_the_retries_and_the_error_says_how_many() {
+    let fake = Fake::on(Clock::system());
+    fake.occupy("k", s(3600));
+    let options = LockOptions::new().retry_delay(Duration::ZERO).max_retries(3).wait_forever();
+    let error = client(&fake).lock_with("k", &options).unwrap_err();
+    assert_eq!(error.code(), ErrorCode::AcquisitionTimeout);
+    assert!(error.to_string().contains("at 4 attempts"), "{error}");
+    assert_eq!(error.key(), Some("k"));
+    assert_eq!((fake.count("attempt"), fake.count("peek")), (1, 3));
+    let none = LockOptions::new().max_retries(0);
+    assert!(client(&fake).lock_with("k", &none).unwrap_err().to_string().contains("at 1 attempt:"));
+}
+
+#[test]
+fn no_pause_is_longer_than_the_timeout_and_no_call_has_a_later_deadline() {
+    let (fake, clock) = Fake::manual();
+    fake.occupy("k", s(3600));
+    let client = client(&fake);
+    let start = clock.now();
+    let options = LockOptions::new().retry_delay(Duration::MAX).max_retries(u32::MAX).timeout(s(3));
+    let waiter = thread::spawn(move || client.lock_with("k", &options));
+    eventually("the first attempt", || fake.count("attempt") == 1);
+    // The last advance ends the wait, although the pause would be far longer.
+    eventually("the end", || {
+        if clock.now() < start.after(s(3)) {
+            clock.advance(ms(500));
+        }
+        waiter.is_finished()
+    });
+    assert_eq!(waiter.join().unwrap().unwrap_err().code(), ErrorCode::AcquisitionTimeout);
+    let late = start.after(s(3));
+    assert!(guard(&fake.state).deadlines.iter().all(|(_, deadline)| *deadline <= late));
+}
+
+#[test]
+fn a_timeout_of_zero_makes_no_attempt() {
+    let fake = Fake::on(Clock::system());
+    let error = client(&fake).lock_with("k", &LockOptions::new().timeout(Duration::ZERO)).unwrap_err();
+    assert_eq!(error.code(), ErrorCode::AcquisitionTimeout);
+    assert!(guard(&fake.state).log.is_empty());
+}
+
+#[test]
+fn conflicts_are_contention_and_other_errors_come_back_at_once() {
+    let fake = Fake::on(Clock::system());
+    fake.script("attempt", [Script::Conflict, Script::Conflict]);
+    let options = LockOptions::new().retry_delay(ms(1));
+    drop(client(&fake).lock_with("k", &options).unwrap());
+    assert_eq!(fake.count("attempt"), 3);
+    fake.script("attempt", [Script::Fail(ErrorCode::ServiceUnavailable)]);
+    assert_eq!(client(&fake).lock("k").unwrap_err().code(), ErrorCode::ServiceUnavailable);
+    assert_eq!(fake.count("attempt"), 4);
+    fake.script("attempt", [Script::No]);
+    fake.script("peek", [Script::Fail(ErrorCode::AuthFailed)]);
+    assert_eq!(client(&fake).lock_with("k", &options).unwrap_err().code(), ErrorCode::AuthFailed);
+}
+
+#[test]
+fn try_lock_asks_once_and_does_not_queue() {
+    let fake = Fake::on(Clock::system());
+    fake.occupy("k", s(3600));
+    assert!(client(&fake).try_lock("k").unwrap().is_none());
+    assert_eq!(guard(&fake.state).log, ["attempt"]);
+}
+
+#[test]
+fn sixteen_threads_are_served_in_the_order_they_came() {
+    let fake = Fake::on(Clock::system());
+    let client = client(&fake);
+    let first = client.lock("k").unwrap();
+    let order = Arc::new(Mutex::new(Vec::new()));
+    let key: Arc<str> = "k".into();
+    let mut threads = Vec::new();
+    for n in 0..16 {
+        let (client, order) = (client.clone(), Arc::clone(&order));
+        threads.push(thread::spawn({
+            let client = client.clone();
+            move || {
+                let options = LockOptions::new().wait_forever().max_retries(1).retry_delay(s(3600));
+                let held = client.lock_with("k", &options).unwrap();
+                guard(&order).push(n);
+                held.release().unwrap();
+            }
+        }));
+        eventually("the thread queues", || client.engine().queue.waiting(&key) == n + 1);
+    }
+    // The first waiter has seen the key taken and sleeps for an hour, unless a release calls it.
+    eventually("the first attempt of the queue", || fake.count("attempt") == 2);
+    first.release().unwrap();
+    for thread in threads {
+        thread.join().unwrap();
+    }
+    assert_eq!(*guard(&order), (0..16).collect::<Vec<_>>());
+    assert_eq!(client.engine().queue.waiting(&key), 0);
+}
+
+#[test]
+fn sections_never_overlap() {
+    let fake = Fake::on(Clock::system());
+    let client = client(&fake);
+    let inside = AtomicUsize::new(0);
+    thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| {
+                for _ in 0..50 {
+                    let options = LockOptions::new().wait_forever().retry_delay(ms(1));
+                    let work = |_: &crate::lock::LockGuard| {
+                        assert_eq!(inside.fetch_add(1, Ordering::SeqCst), 0);
+                        thread::yield_now();
+                        inside.fetch_sub(1, Ordering::SeqCst);
+                    };
+                    client.with_lock("k", &options, work).unwrap();
+                }
+            });
+        }
+    });
+    assert_eq!(guard(&fake.state).released.len(), 400);
+}
+
+#[test]
+fn cancel_wakes_the_first_waiter_and_those_behind_it() {
+    let (fake, _clock) = Fake::manual();
+    fake.occupy("k", s(3600));
+    let client = client(&fake);
+    let (own, shared) = (CancelToken::new(), CancelToken::new());
+    let waiters: Vec<_> = (0..3)
+        .map(|_| {
+            let (client, own) = (client.cancellable(&shared), own.clone());
+            thread::spawn(move || client.lock_with("k", &LockOptions::new().wait_forever().cancel(&own)))
+        })
+        .collect();
+    eventually("all wait", || client.engine().queue.waiting("k") == 3 && fake.count("attempt") == 1);
+    shared.cancel();
+    for waiter in waiters {
+        assert_eq!(waiter.join().unwrap().unwrap_err().code(), ErrorCode::Aborted);
+    }
+    own.cancel();
+    assert_eq!(
+        client.lock_with("k", &LockOptions::new().cancel(&own)).unwrap_err().code(),
+        ErrorCode::Aborted
+    );
+    assert_eq!(fake.count("attempt"), 1, "a fired token: nothing is sent");
+}
+
+#[test]
+fn a_waiter_that_leaves_hands_its_turn_on() {
+    let fake = Fake::on(Clock::system());
+    fake.occupy("k", s(3600));
+    let client = client(&fake);
+    let token = CancelToken::new();
+    let first = thread::spawn({
+        let (client, token) = (client.clone(), token.clone());
+        move || client.lock_with("k", &LockOptions::new().wait_forever().retry_delay(s(3600)).cancel(&token))
+    });
+    eventually("the first waits", || fake.count("attempt") == 1);
+    let second = thread::spawn({
+        let client = client.clone();
+        move || client.lock_with("k", &LockOptions::new().wait_forever().retry_delay(s(3600)))
+    });
+    eventually("the second queues", || client.engine().queue.waiting("k") == 2);
+    fake.remove("k");
+    token.cancel();
+    assert!(first.join().unwrap().is_err());
+    assert!(second.join().unwrap().unwrap().is_held());
+}
+
+#[test]
+fn a_grant_that_comes_late_is_extended_before_it_is_handed_out() {
+    let (fake, clock) = Fake::manual();
+    let client = client(&fake);
+    fake.script("attempt", [Script::Slow(ms(2600))]);
+    let options = LockOptions::new().ttl(s(5)).heartbeat(Heartbeat::Off);
+    let held = client.try_lock_with("k", &options).unwrap().unwrap();
+    assert_eq!(guard(&fake.state).log, ["attempt", "extend"]);
+    assert_eq!(held.remaining(), s(5));
+    assert_eq!(held.expires_at_ms(), 2);
+    drop(held);
+    // Not late: half is left.
+    fake.script("attempt", [Script::Slow(ms(2500))]);
+    let held = client.try_lock_with("k", &options).unwrap().unwrap();
+    assert_eq!((fake.count("extend"), held.remaining()), (1, ms(2500)));
+    drop(held);
+    for answer in [Script::No, Script::Unknown, Script::Fail(ErrorCode::Internal), Script::Slow(s(5))] {
+        fake.script("attempt", [Script::Slow(s(3))]);
+        fake.script("extend", [answer]);
+        assert!(client.try_lock_with("k", &options).unwrap().is_none(), "{answer:?}");
+        if matches!(answer, Script::No) {
+            fake.remove("k");
+        }
+        eventually("it is let go", || fake.row("k").is_none());
+    }
+    let _ = clock;
+}
+
+#[test]
+fn after_an_unknown_outcome_the_error_has_the_id_and_the_worker_releases_it() {
+    for single in [true, false] {
+        let (fake, _clock) = Fake::manual();
+        let client = client(&fake);
+        fake.script("attempt", [Script::UnknownDone]);
+        let error =
+            if single { client.acquire("k", s(30)).unwrap_err() } else { client.lock("k").unwrap_err() };
+        assert!(error.is_outcome_unknown());
+        assert_eq!(error.key(), Some("k"));
+        let id = error.lock_id().unwrap().to_owned();
+        eventually("the worker releases it", || guard(&fake.state).released.contains(&id));
+        eventually("the key is free", || fake.row("k").is_none());
+    }
+}
+
+#[test]
+fn an_id_that_may_still_arrive_is_released_until_its_lease_would_be_over() {
+    let (fake, clock) = Fake::manual();
+    let (client, reports) = reporting_client(&fake);
+    fake.script("attempt", [Script::Unknown]);
+    client.acquire("k", s(30)).unwrap_err();
+    for _ in 0..31 {
+        let desk = || guard(&client.engine().crew.desk);
+        eventually("another try", || desk().in_hand == 0 && desk().deferred.next() > clock.now());
+        clock.advance(s(1));
+    }
+    let seen = || client.engine().crew.desk.lock().unwrap().deferred.is_empty();
+    eventually("given up after the ttl and the tolerance", seen);
+    let tries = fake.count("release");
+    assert!(tries >= 5, "{tries}");
+    clock.advance(s(100));
+    assert_eq!(fake.count("release"), tries);
+    assert!(guard(&reports).is_empty(), "nothing failed");
+}
+
+#[test]
+fn bad_arguments_ask_nobody() {
+    let fake = Fake::on(Clock::system());
+    let client = client(&fake);
+    let code = |error: LockError| error.code();
+    assert_eq!(client.lock("").map(drop).map_err(code), Err(ErrorCode::InvalidArgument));
+    assert_eq!(client.acquire("k", Duration::ZERO).map(drop).map_err(code), Err(ErrorCode::InvalidArgument));
+    assert_eq!(client.release("short").map(drop).map_err(code), Err(ErrorCode::InvalidArgument));
+    assert_eq!(client.extend("short", s(1)).map(drop).map_err(code), Err(ErrorCode::InvalidArgument));
+    assert_eq!(client.owns("short").map_err(code), Err(ErrorCode::InvalidArgument));
+    assert_eq!(client.get_by_key("").map(drop).map_err(code), Err(ErrorCode::InvalidArgument));
+    assert!(guard(&fake.state).log.is_empty());
+}
+
+#[test]
+fn the_backend_prepares_renewals_once_and_may_refuse_before_anything_is_held() {
+    let fake = Fake::on(Clock::system());
+    let client = client(&fake);
+    drop(client.lock_with("k", &LockOptions::new().heartbeat(Heartbeat::Off)).unwrap());
+    assert_eq!(fake.reserved.load(Ordering::SeqCst), 0);
+    *guard(&fake.refuse_reserve) = true;
+    assert_eq!(client.lock("k").unwrap_err().code(), ErrorCode::InvalidArgument);
+    assert_eq!(fake.count("attempt"), 1);
+    *guard(&fake.refuse_reserve) = false;
+    for _ in 0..3 {
+        drop(client.lock("k").unwrap());
+    }
+    assert_eq!(fake.reserved.load(Ordering::SeqCst), 1);
+}
+
+#[test]
+fn a_wake_up_from_outside_ends_the_pause_and_costs_no_retry() {
+    let fake = Fake::on(Clock::system());
+    fake.occupy("k", s(3600));
+    let client = client(&fake);
+    let waiter = thread::spawn({
+        let client = client.clone();
+        move || client.lock_with("k", &LockOptions::new().wait_forever().max_retries(1).retry_delay(s(3600)))
+    });
+    eventually("it waits", || fake.count("attempt") == 1);
+    for n in 2..6 {
+        client.wake_waiter("k");
+        eventually("it asks", || fake.count("attempt") == n);
+    }
+    fake.remove("k");
+    client.wake_waiter("k");
+    assert!(waiter.join().unwrap().unwrap().is_held());
+    assert_eq!(fake.count("peek"), 0);
+}
+
+#[test]
+fn an_unknown_outcome_is_never_waited_out() {
+    let fake = Fake::on(Clock::system());
+    fake.script("attempt", [Script::No, Script::Unknown]);
+    let error = client(&fake).lock_with("k", &LockOptions::new().retry_delay(ms(1))).unwrap_err();
+    assert!(error.is_outcome_unknown() && error.lock_id().is_some());
+    assert_eq!(fake.count("attempt"), 2);
+}
+
+#[test]
+fn a_call_that_the_timeout_cut_short_is_the_timeout_of_the_whole() {
+    let (fake, clock) = Fake::manual();
+    fake.script("attempt", [Script::No]);
+    fake.script("peek", [Script::Late]);
+    let client = client(&fake);
+    let waiter = thread::spawn(move || client.lock("k"));
+    eventually("the pause", || fake.count("attempt") == 1);
+    eventually("the end", || {
+        clock.advance(ms(100));
+        waiter.is_finished()
+    });
+    let error = waiter.join().unwrap().unwrap_err();
+    assert_eq!(error.code(), ErrorCode::AcquisitionTimeout);
+}
+
+#[test]
+fn a_sleep_ends_at_the_timeout_by_itself() {
+    let fake = Fake::on(Clock::system());
+    fake.occupy("k", s(3600));
+    let client = client(&fake);
+    let waiters: Vec<_> = (0..2)
+        .map(|_| {
+            let client = client.clone();
+            let options = LockOptions::new().retry_delay(Duration::MAX).timeout(ms(50));
+            thread::spawn(move || client.lock_with("k", &options))
+        })
+        .collect();
+    for waiter in waiters {
+        eventually("the first waiter's and the queue's end", || waiter.is_finished());
+        assert_eq!(waiter.join().unwrap().unwrap_err().code(), ErrorCode::AcquisitionTimeout);
+    }
+}

@@ -1,0 +1,340 @@
+//! For operators: who holds what, what waits, how many there are, and the two ways to take rows
+//! away: cleaning up what is long over, and breaking a lock by hand.
+//!
+//! 1. Nothing here deletes or lowers a fence counter.
+//! 2. Clean-up deletes a row only if it is over by more than [`CLEANUP_GUARD_MS`], judged by the
+//!    server's clock on the newest version of the row, in the deleting statement itself.
+//! 3. A broken lock's fence is raised with it, in one transaction: whatever the old holder still
+//!    writes under its fence is refused.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use postgres::SimpleQueryRow;
+
+use crate::backend::{LockInfo, LockInfoDebug};
+use crate::cancel::CancelToken;
+use crate::error::{LockError, Result};
+use crate::model::fence::{FENCE_MAX, Fence};
+use crate::model::hash::hash_key;
+use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
+use crate::postgres::error::Trouble;
+use crate::postgres::session::{Session, int, malformed, required, text};
+use crate::postgres::sql::{CLOCK, live};
+use crate::postgres::statement::{Arg, Message, Statement};
+use crate::postgres::{Fault, Located, PostgresBackend};
+
+/// How long a lease must be over before clean-up may delete its row, in milliseconds after its
+/// expiry: the tolerance, and as much again, so that no extend can still be on its way.
+pub const CLEANUP_GUARD_MS: i64 = 2000;
+
+const READ_WRITE: &str = "SET TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE";
+
+/// The operator's view of the lock tables. From [`PgLockClient::operator`](crate::PgLockClient::operator).
+///
+/// # Blocking
+///
+/// Each call at most `operation_timeout`.
+///
+/// # Cancellation
+///
+/// None.
+#[derive(Clone)]
+pub struct Operator {
+    backend: Arc<PostgresBackend>,
+}
+
+/// How many rows there are. From [`Operator::counts`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Counts {
+    /// Leases that are live by the server's clock.
+    pub live: u64,
+    /// Rows whose lease is over: taken over by the next holder, or deleted by clean-up.
+    pub expired: u64,
+    /// Fence counters: one for each key that was ever locked.
+    pub counters: u64,
+}
+
+/// A session that waits for a key. From [`Operator::waiters`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Waiter {
+    /// Its server process.
+    pub pid: i32,
+    /// Its `application_name`.
+    pub application_name: String,
+    /// How long its statement has been running, in milliseconds.
+    pub waiting_ms: i64,
+    /// The server processes that it waits for.
+    pub blocked_by: Vec<i32>,
+}
+
+/// What [`Operator::break_lock`] did.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct BrokenLock {
+    /// The lease that was taken away, live or not; `None` if the key was free.
+    pub was: Option<LockInfo>,
+    /// The key's counter now: greater than every fence that was ever granted.
+    pub fence: Fence,
+}
+
+/// A counter that nothing has raised for long. From [`Operator::idle_counters`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct IdleCounter {
+    /// [`hash_key`] of the key that the counter notes, or of its fence key where it notes none.
+    pub key_hash: String,
+    /// The last fence that it handed out.
+    pub fence: Fence,
+    /// When it was raised last, in Unix milliseconds; `None` if that is longer ago than the server remembers.
+    pub raised_at_ms: Option<i64>,
+}
+
+impl Operator {
+    pub(crate) fn new(backend: Arc<PostgresBackend>) -> Self {
+        Self { backend }
+    }
+
+    /// The live leases, those that end last first, at most `limit` of them.
+    pub fn holders(&self, limit: u32) -> Result<Vec<LockInfo>> {
+        Ok(self.holders_raw(limit)?.iter().map(LockInfoDebug::sanitized).collect())
+    }
+
+    /// The same with raw keys and lock ids: **sensitive**, for debugging. The role needs to read `lock_id`.
+    pub fn holders_raw(&self, limit: u32) -> Result<Vec<LockInfoDebug>> {
+        self.ask(|at| {
+            let (locks, alive) = (&at.tables.locks, live("l.expires_at_ms", "t.now"));
+            format!(
+                "SELECT l.user_key, l.lock_id, l.expires_at_ms, l.acquired_at_ms, l.fence \
+                 FROM {locks} AS l, (SELECT {CLOCK} AS now OFFSET 0) AS t WHERE {alive} \
+                 ORDER BY l.expires_at_ms DESC LIMIT {limit}"
+            )
+        })?
+        .iter()
+        .map(lease)
+        .collect()
+    }
+
+    /// How many live leases, rows of leases that are over, and fence counters there are. It counts
+    /// them: on millions of counters that takes a while.
+    pub fn counts(&self) -> Result<Counts> {
+        let rows = self.ask(|at| {
+            let (locks, fences, alive) =
+                (&at.tables.locks, &at.tables.fences, live("l.expires_at_ms", "t.now"));
+            format!(
+                "SELECT count(*) FILTER (WHERE {alive}), count(*) FILTER (WHERE NOT {alive}), \
+                 (SELECT count(*) FROM {fences}) FROM {locks} AS l, (SELECT {CLOCK} AS now OFFSET 0) AS t"
+            )
+        })?;
+        let row = required(rows.first())?;
+        let count =
+            |column| -> Result<u64> { u64::try_from(required(int(row, column)?)?).map_err(|_| malformed()) };
+        Ok(Counts { live: count(0)?, expired: count(1)?, counters: count(2)? })
+    }
+
+    /// The sessions that wait in the server for this key's queue right now, in no order. Waiters
+    /// that sleep between two attempts are not in the server and not in this list.
+    pub fn waiters(&self, key: &str) -> Result<Vec<Waiter>> {
+        let key = Key::new(key)?;
+        let (storage_key, _) = key.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?;
+        let statement = Statement::new(
+            "waiters",
+            &["text"],
+            "SELECT a.pid, a.application_name, \
+               (EXTRACT(EPOCH FROM pg_catalog.clock_timestamp() - a.query_start) * 1000)::int8, \
+               pg_catalog.array_to_string(pg_catalog.pg_blocking_pids(a.pid), ',') \
+             FROM pg_catalog.pg_locks AS w JOIN pg_catalog.pg_stat_activity AS a ON a.pid = w.pid, \
+               (SELECT pg_catalog.hashtext($1)::int8 AS number) AS k \
+             WHERE w.locktype = 'advisory' AND NOT w.granted AND w.objsubid = 1 \
+               AND w.database = (SELECT d.oid FROM pg_catalog.pg_database AS d WHERE d.datname = pg_catalog.current_database()) \
+               AND ((w.classid::int8 << 32) | w.objid::int8) = k.number"
+                .into(),
+        );
+        let rows = self.run(|session, _| {
+            let message =
+                Message::new().raw(session.limits()).plain(&statement, &[Arg::Text(&storage_key)])?;
+            Ok(session.ask(&message)?.into_last_rows())
+        })?;
+        rows.iter()
+            .map(|row| {
+                let pid = |n: i64| i32::try_from(n).map_err(|_| malformed());
+                let blocked_by = text(row, 3)?.unwrap_or_default();
+                Ok(Waiter {
+                    pid: pid(required(int(row, 0)?)?)?,
+                    application_name: text(row, 1)?.unwrap_or_default().to_owned(),
+                    waiting_ms: int(row, 2)?.unwrap_or_default(),
+                    blocked_by: blocked_by.split(',').filter_map(|pid| pid.parse().ok()).collect(),
+                })
+            })
+            .collect()
+    }
+
+    /// Takes a key away from whoever holds it, and raises its fence, so that what the old holder
+    /// still writes under a fence is refused. The holder notices at its next renewal.
+    ///
+    /// `who` is logged as a warning beside the key's hash: say who asked, and why.
+    ///
+    /// Without fenced writes the old holder goes on working until it notices: make sure that it has
+    /// stopped first.
+    ///
+    /// # Errors
+    ///
+    /// `NetworkTimeout` if the holder's row or counter stays locked by a transaction; then, as after
+    /// every error but an unknown outcome, nothing was changed.
+    pub fn break_lock(&self, key: &str, who: &str) -> Result<BrokenLock> {
+        let key = Key::new(key)?;
+        let (storage_key, fence_key) = key.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?;
+        let broken = self.backend.run(self.backend.end(), &CancelToken::never(), |session, at| {
+            let message = Message::new()
+                .raw(READ_WRITE)
+                .raw(session.limits())
+                .call(&at.statements.queue, &[Arg::Text(&storage_key)])
+                .plain(
+                    &take_away(at),
+                    &[Arg::Text(&storage_key), Arg::Text(&fence_key), Arg::Text(key.as_str())],
+                )?;
+            let answers = session.commit(&message)?;
+            let row = required(answers.row(0)?)?;
+            let was = text(row, 0)?.map(|_| lease(row)).transpose()?;
+            let fence = u64::try_from(required(int(row, 5)?)?).ok().and_then(Fence::new);
+            Ok(BrokenLock { was: was.map(|lease| lease.sanitized()), fence: required(fence)? })
+        });
+        let broken = broken.map_err(|fault| match fault {
+            Fault::Error(error) => error.with_key(key.as_str()),
+            doubt @ Fault::Doubt { .. } => {
+                doubt.into_error().with_key(key.as_str()).with_unknown_outcome(Duration::ZERO)
+            }
+        })?;
+        let (hash, fence) = (hash_key(key.as_str()), broken.fence);
+        log::warn!("the lock of key #{hash} was broken by {who}, its fence is now {fence}");
+        Ok(broken)
+    }
+
+    /// Deletes rows of leases that have been over for more than 2 s, the oldest first, at most
+    /// `limit` of them. Returns how many. For a cron job; needs `DELETE` on the lock table.
+    ///
+    /// Never touches a live lease or a fence counter, never waits for a locked row. After it, a late
+    /// release or extend is "not found" rather than "expired": only telemetry sees the difference.
+    pub fn cleanup_expired(&self, limit: u32) -> Result<u64> {
+        self.backend.cleanup_expired(limit, self.backend.end())
+    }
+
+    /// Counters that nothing has raised for at least `idle_for`, at most `limit` of them. A report
+    /// only: a counter must never be deleted, because the next holder of its key would get a fence
+    /// that was handed out before.
+    ///
+    /// The tables keep no time for it; the server does, with `track_commit_timestamp = on`
+    /// (<https://www.postgresql.org/docs/current/runtime-config-replication.html#GUC-TRACK-COMMIT-TIMESTAMP>).
+    ///
+    /// # Errors
+    ///
+    /// `InvalidArgument` if the server does not track commit timestamps.
+    pub fn idle_counters(&self, idle_for: Duration, limit: u32) -> Result<Vec<IdleCounter>> {
+        let seconds = idle_for.as_secs().min(3_000_000_000);
+        let tracked =
+            self.ask(|_| "SELECT pg_catalog.current_setting('track_commit_timestamp')".to_owned())?;
+        if text(required(tracked.first())?, 0)? != Some("on") {
+            return Err(LockError::invalid(
+                "the server does not track commit times: set track_commit_timestamp = on and restart it; it knows what is raised from then on",
+            ));
+        }
+        let rows = self.ask(|at| {
+            let fences = &at.tables.fences;
+            let noted = if at.tables.notes_keys() { "c.key_debug" } else { "NULL" };
+            format!(
+                "SELECT coalesce({noted}, c.fence_key), c.fence, (EXTRACT(EPOCH FROM x.raised) * 1000)::int8 \
+                 FROM {fences} AS c, LATERAL (SELECT pg_catalog.pg_xact_commit_timestamp(c.xmin) AS raised OFFSET 0) AS x \
+                 WHERE x.raised IS NULL OR x.raised <= pg_catalog.clock_timestamp() - {seconds} * interval '1 second' \
+                 ORDER BY x.raised NULLS FIRST LIMIT {limit}"
+            )
+        })?;
+        rows.iter()
+            .map(|row| {
+                let fence = u64::try_from(required(int(row, 1)?)?).ok().and_then(Fence::new);
+                Ok(IdleCounter {
+                    key_hash: hash_key(required(text(row, 0)?)?),
+                    fence: required(fence)?,
+                    raised_at_ms: int(row, 2)?,
+                })
+            })
+            .collect()
+    }
+
+    fn ask(&self, sql: impl Fn(&Located) -> String) -> Result<Vec<SimpleQueryRow>> {
+        self.run(|session, at| {
+            let message =
+                Message::new().raw(session.limits()).raw("SET LOCAL enable_seqscan TO on").raw(sql(at));
+            Ok(session.ask(&message)?.into_last_rows())
+        })
+    }
+
+    fn run<R>(&self, operation: impl FnMut(&mut Session<'_>, &Located) -> Result<R, Trouble>) -> Result<R> {
+        self.backend.run(self.backend.end(), &CancelToken::never(), operation).map_err(Fault::into_error)
+    }
+}
+
+impl PostgresBackend {
+    /// Deletes rows of leases that are long over. See [`Operator::cleanup_expired`].
+    pub(crate) fn cleanup_expired(&self, limit: u32, end: Instant) -> Result<u64> {
+        let deleted = self.run(end, &CancelToken::never(), |session, at| {
+            let locks = &at.tables.locks;
+            // The clock is read before the rows are found: an older now deletes less, never more.
+            let sql = format!(
+                "WITH old AS MATERIALIZED (\
+                   SELECT l.key, l.lock_id FROM {locks} AS l \
+                   WHERE l.expires_at_ms < (SELECT {CLOCK}) - {CLEANUP_GUARD_MS} \
+                   ORDER BY l.expires_at_ms LIMIT {limit} FOR UPDATE SKIP LOCKED), \
+                 gone AS (\
+                   DELETE FROM {locks} AS l USING old WHERE l.key = old.key AND l.lock_id = old.lock_id RETURNING 1) \
+                 SELECT count(*) FROM gone"
+            );
+            let message = Message::new()
+                .raw(READ_WRITE)
+                .raw(session.limits())
+                .raw("SET LOCAL synchronous_commit TO off")
+                .raw(sql);
+            let answers = session.commit(&message)?;
+            Ok(required(int(required(answers.row(0)?)?, 0)?)?)
+        });
+        let deleted = deleted.map_err(Fault::into_error)?;
+        u64::try_from(deleted).map_err(|_| malformed())
+    }
+
+    /// Whether clean-up may delete a row with this expiry.
+    pub(crate) fn is_long_over(expires_at_ms: i64, now_ms: i64) -> bool {
+        expires_at_ms < now_ms.saturating_sub(CLEANUP_GUARD_MS)
+    }
+}
+
+/// `(storage key, fence key, user key)`: deletes the row and raises the counter.
+fn take_away(at: &Located) -> Statement {
+    let (locks, fences) = (&at.tables.locks, &at.tables.fences);
+    let (column, value) = at.tables.key_debug("$3");
+    Statement::new(
+        "break",
+        &["text", "text", "text"],
+        format!(
+            "WITH gone AS (\
+               DELETE FROM {locks} AS l WHERE l.key = $1 \
+               RETURNING l.user_key, l.lock_id, l.expires_at_ms, l.acquired_at_ms, l.fence), \
+             raised AS (\
+               INSERT INTO {fences} AS c (fence_key, fence{column}) VALUES ($2, 1{value}) \
+               ON CONFLICT (fence_key) DO UPDATE SET fence = c.fence + 1 WHERE c.fence < {FENCE_MAX} RETURNING c.fence) \
+             SELECT gone.*, raised.fence FROM (SELECT 1) AS one LEFT JOIN gone ON true LEFT JOIN raised ON true"
+        ),
+    )
+}
+
+/// A row `(user key, lock id, expiry, acquisition, fence, …)`.
+fn lease(row: &SimpleQueryRow) -> Result<LockInfoDebug> {
+    let fence = required(text(row, 4)?)?.parse().map_err(|error| malformed().with_source(error))?;
+    Ok(LockInfoDebug::new(
+        required(text(row, 0)?)?.to_owned(),
+        required(text(row, 1)?)?.to_owned(),
+        required(int(row, 2)?)?,
+        required(int(row, 3)?)?,
+        fence,
+    ))
+}

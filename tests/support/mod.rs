@@ -1,0 +1,63 @@
+//! What the integration tests share: a PostgreSQL server of their own, a schema per test, ways to
+//! wait for a condition, captured log lines, and worker processes.
+//!
+//! ```ignore
+//! mod support;
+//!
+//! #[test]
+//! fn a_key_that_is_held_is_refused() {
+//!     let schema = support::schema();
+//!     let client = syncguard::PgLockClient::connect(&schema.url())?;
+//! }
+//! ```
+//!
+//! No test skips itself: without server programs the first use of [`server`] fails and says what
+//! to install. The environment may say otherwise which server it is:
+//!
+//! | variable | meaning |
+//! | --- | --- |
+//! | `SYNCGUARD_TEST_PG_BINDIR` | the directory of the server programs to use |
+//! | `SYNCGUARD_TEST_PG_USER` | the account that runs the server when the caller is root |
+//! | `SYNCGUARD_TEST_URL` | an existing server for [`server`] and [`schema`]; nothing is started |
+
+// Every test binary compiles this module and uses a part of it; and a helper that meets something
+// unexpected has one way to say so, which is to panic.
+#![allow(dead_code, unused_imports, unreachable_pub)]
+#![allow(clippy::expect_used, clippy::panic, clippy::print_stderr, clippy::must_use_candidate)]
+
+pub mod account;
+pub mod binaries;
+pub mod cluster;
+pub mod keeper;
+pub mod logs;
+pub mod schema;
+pub mod server;
+pub mod wait;
+pub mod worker;
+
+pub use cluster::{Config, Stop};
+pub use schema::TestSchema;
+pub use server::Server;
+pub use wait::{
+    LIMIT, together, wait_until, wait_until_app_waits, wait_until_backend_gone, wait_until_backend_waits,
+};
+pub use worker::Worker;
+
+/// The server of this test binary, started by the first call.
+pub fn server() -> &'static Server {
+    server::shared()
+}
+
+/// A fresh schema on [`server`], dropped with the value.
+pub fn schema() -> TestSchema {
+    server().schema()
+}
+
+/// A number that no other test process has at the same time.
+pub fn unique() -> String {
+    use std::hash::{BuildHasher, RandomState};
+    use std::sync::atomic::{AtomicU32, Ordering};
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    let n = NEXT.fetch_add(1, Ordering::Relaxed);
+    format!("{}_{n}_{:08x}", std::process::id(), RandomState::new().hash_one(n) >> 32)
+}
