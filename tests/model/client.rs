@@ -4,7 +4,7 @@
 
 use crate::config::{Config, Kind};
 use crate::server::{self, Stepped};
-use crate::state::{Client, Ear, IDS, JUMP, Outcome, Pc, Phase, State, TOLERANCE, TTL, Tx};
+use crate::state::{Client, Ear, IDS, JUMP, Outcome, Pc, Phase, State, TTL, Tx};
 
 /// Everything that can happen next: who (a client, or nobody), with which lock id, what.
 pub(crate) struct Event {
@@ -92,7 +92,11 @@ fn caller(config: &Config, state: &State, owner: usize, out: &mut Vec<Event>) {
             for two_messages in config.forms() {
                 let mut next = *state;
                 let id = begin_acquire(config, &mut next, owner, two_messages);
-                push(if two_messages { "acquires, in two messages" } else { "acquires, in one message" }, next, id);
+                push(
+                    if two_messages { "acquires, in two messages" } else { "acquires, in one message" },
+                    next,
+                    id,
+                );
             }
         }
         // Unless the old process is ended for certain, its message may arrive whenever it likes.
@@ -107,7 +111,11 @@ fn caller(config: &Config, state: &State, owner: usize, out: &mut Vec<Event>) {
                 let this = &mut next.clients[owner];
                 (this.phase, this.deadline, this.doubted) = (Phase::Releasing, 0, false);
                 send(&mut next, owner, Kind::Release, two_messages, Ear::Caller, client.id);
-                push(if two_messages { "releases, in two messages" } else { "releases, in one message" }, next, client.id);
+                push(
+                    if two_messages { "releases, in two messages" } else { "releases, in one message" },
+                    next,
+                    client.id,
+                );
             }
             if client.believes() && client.writes > 0 {
                 let mut next = *state;
@@ -115,7 +123,11 @@ fn caller(config: &Config, state: &State, owner: usize, out: &mut Vec<Event>) {
                 next.clients[owner].writes -= 1;
                 let kind = if config.mutation.unfenced { Kind::Unfenced } else { Kind::Fenced };
                 send(&mut next, owner, kind, false, Ear::Caller, client.id);
-                if let Some(tx) = next.txs.iter_mut().find(|tx| tx.kind == Some(kind) && tx.id == client.id && tx.fence == 0) {
+                if let Some(tx) = next
+                    .txs
+                    .iter_mut()
+                    .find(|tx| tx.kind == Some(kind) && tx.id == client.id && tx.fence == 0)
+                {
                     tx.fence = client.fence;
                 }
                 push("checks that it holds, and goes to work", next, client.id);
@@ -189,7 +201,9 @@ fn worker(config: &Config, state: &State, owner: usize, out: &mut Vec<Event>) {
     }
     if client.believes() && client.extends > 0 {
         let extends = config.forms().map(|form| (Kind::Extend, form, "extends"));
-        for (kind, two_messages, label) in [(Kind::Renew, false, "'s worker renews")].into_iter().chain(extends) {
+        for (kind, two_messages, label) in
+            [(Kind::Renew, false, "'s worker renews")].into_iter().chain(extends)
+        {
             let mut next = *state;
             next.clients[owner].extends -= 1;
             next.clients[owner].extend_sent = TTL;
@@ -213,7 +227,11 @@ fn answer(config: &Config, state: &State, at: usize) -> Stepped {
     let label = match (tx.kind.unwrap_or_default(), tx.ear) {
         (Kind::Acquire | Kind::Read, _) => return acquired(config, next, tx),
         (Kind::Extend, Ear::Caller) => {
-            if tx.out == Outcome::Extended && client.extend_sent > 0 {
+            // A late message of the same acquire may have been granted again meanwhile, with
+            // another fence: a plain read tells.
+            let same = config.mutation.freshen_blindly
+                || (state.db.row.id == tx.id && state.db.row.fence == client.fence);
+            if tx.out == Outcome::Extended && client.extend_sent > 0 && same {
                 (client.phase, client.deadline) = (Phase::Holding, client.extend_sent);
             } else {
                 if tx.out != Outcome::NotHeld {
@@ -316,7 +334,8 @@ fn lose(config: &Config, next: &mut State, at: usize) {
     let tx = next.txs[at];
     let unsure = tx.may_commit();
     next.txs[at].ear = Ear::Nobody;
-    if tx.pc == Pc::Done {
+    let extend = matches!(tx.kind, Some(Kind::Extend | Kind::Renew));
+    if tx.pc == Pc::Done || (extend && config.old_process_ended) {
         next.txs[at] = Tx::default();
     }
     let client = &mut next.clients[usize::from(tx.owner)];
@@ -344,7 +363,6 @@ fn lose(config: &Config, next: &mut State, at: usize) {
         }
         (Kind::Fenced | Kind::Unfenced, _) => client.phase = Phase::Holding,
     }
-    let _ = config;
 }
 
 /// Time, clock jumps, crashes.
@@ -361,7 +379,9 @@ fn world(config: &Config, state: &State, out: &mut Vec<Event>) {
         push(None, "the clocks tick", next);
     }
     if state.jumps > 0 {
-        for (by, label) in [(-JUMP, "the server's clock jumps forward"), (JUMP, "the server's clock jumps back")] {
+        for (by, label) in
+            [(-JUMP, "the server's clock jumps forward"), (JUMP, "the server's clock jumps back")]
+        {
             let mut next = *state;
             next.shift(by);
             next.jumps -= 1;
@@ -396,8 +416,8 @@ fn world(config: &Config, state: &State, out: &mut Vec<Event>) {
                 next.txs[at] = Tx::default();
             }
         }
-        // A release that did not reach the disk only waits for the ttl.
-        next.db.row.unheard |= !next.is_tracked(next.db.row.id);
+        // The row of a release that did not reach the disk is back, and only waits for the ttl.
+        next.db.row.unheard = true;
         next.durable = next.db;
         push(None, "the server crashes", next);
     }
@@ -429,7 +449,6 @@ pub(crate) fn check(config: &Config, state: &State) -> Option<&'static str> {
 /// A live lease of a client that is there and does not know of it.
 pub(crate) fn is_orphan(state: &State) -> bool {
     let row = state.db.row;
-    let _ = TOLERANCE;
     row.live_now() && {
         let owner = state.clients[usize::from((row.id - 1) / IDS)];
         owner.phase != Phase::Crashed && !owner.tracks(row.id)

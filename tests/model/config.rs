@@ -38,6 +38,9 @@ pub(crate) struct Mutation {
     pub(crate) async_grant: bool,
     /// The work on the register is not fenced.
     pub(crate) unfenced: bool,
+    /// A lease that had to be extended before it is handed out is handed out with the fence that was
+    /// told, whatever fence its row has by then.
+    pub(crate) freshen_blindly: bool,
     /// `FOR KEY SHARE` instead of `FOR SHARE`.
     pub(crate) key_share: bool,
 }
@@ -64,6 +67,8 @@ pub(crate) struct Config {
     pub(crate) old_process_ended: bool,
     /// States that differ only in the clients' names are one.
     pub(crate) symmetry: bool,
+    /// Every part of every statement is a step of its own.
+    pub(crate) fine: bool,
     pub(crate) mutation: Mutation,
 }
 
@@ -83,6 +88,7 @@ impl Config {
             timeouts: true,
             old_process_ended: false,
             symmetry: true,
+            fine: false,
             mutation: Mutation {
                 no_advisory_lock: false,
                 no_row_lock: false,
@@ -96,12 +102,16 @@ impl Config {
                 async_grant: false,
                 unfenced: false,
                 key_share: false,
+                freshen_blindly: false,
             },
         }
     }
 
     /// The forms in use, by whether they take two messages.
     pub(crate) fn forms(&self) -> impl Iterator<Item = bool> {
-        [(false, self.one_message), (true, self.two_messages)].into_iter().filter(|form| form.1).map(|form| form.0)
+        [(false, self.one_message), (true, self.two_messages)]
+            .into_iter()
+            .filter(|form| form.1)
+            .map(|form| form.0)
     }
 }

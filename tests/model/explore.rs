@@ -154,7 +154,9 @@ fn trace(config: &Config, seen: &Seen, mut at: usize, last: &Event, what: &str) 
     let mut found = Vec::new();
     for pair in path.windows(2) {
         events(config, &seen.states[pair[0]], &mut found);
-        if let Some(event) = found.drain(..).find(|event| representative(config, event.state) == seen.states[pair[1]]) {
+        if let Some(event) =
+            found.drain(..).find(|event| representative(config, event.state) == seen.states[pair[1]])
+        {
             line(&mut text, &event);
         }
         found.clear();

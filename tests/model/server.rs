@@ -7,7 +7,7 @@
 //! is still the same row. A commit makes everything visible at once and lets all locks go.
 
 use crate::config::{Config, Kind};
-use crate::state::{CounterLock, Ear, Outcome, Pc, Row, RowWrite, State, TTL, Tx, live};
+use crate::state::{CounterLock, Ear, Outcome, Pc, Phase, Row, RowWrite, State, TTL, Tx, live};
 
 /// What a step leads to: the next state, and what it broke.
 pub(crate) type Stepped = (&'static str, State, Option<&'static str>);
@@ -22,26 +22,46 @@ struct Step<'a> {
 /// The next step of a transaction; none if it waits.
 pub(crate) fn step(config: &Config, state: &State, at: usize) -> Option<Stepped> {
     let mut step = Step { config, state: *state, at, fault: None };
-    let tx = step.tx();
-    let label = match tx.pc {
-        Pc::Sent => step.begin()?,
-        Pc::Look => step.look(),
-        Pc::Row => step.lock_row()?,
-        Pc::Counter => step.lock_counter(),
-        Pc::View => step.view(),
-        Pc::SentAgain => step.second_message()?,
-        Pc::RaiseCounter => step.raise_counter()?,
-        Pc::WriteRow => step.write_row()?,
-        Pc::FindRow => step.find_row()?,
-        Pc::ShareCounter => step.share_counter()?,
-        Pc::WriteRegister => step.write_register()?,
-        Pc::Commit => step.commit(),
-        Pc::Between | Pc::Done => return None,
-    };
+    let mut label = step.one()?;
+    while !config.fine && step.goes_on(&state.txs[at]) {
+        let Some(next) = step.one() else { break };
+        label = next;
+    }
     Some((label, step.state, step.fault))
 }
 
 impl Step<'_> {
+    fn one(&mut self) -> Option<&'static str> {
+        Some(match self.tx().pc {
+            Pc::Sent => self.begin()?,
+            Pc::Look => self.look(),
+            Pc::Row => self.lock_row()?,
+            Pc::Counter => self.lock_counter(),
+            Pc::View => self.view(),
+            Pc::SentAgain => self.second_message()?,
+            Pc::RaiseCounter => self.raise_counter()?,
+            Pc::WriteRow => self.write_row()?,
+            Pc::FindRow => self.find_row()?,
+            Pc::ShareCounter => self.share_counter()?,
+            Pc::WriteRegister => self.write_register()?,
+            Pc::Commit => self.commit(),
+            Pc::Between | Pc::Done => return None,
+        })
+    }
+
+    /// Whether the next part follows at once: where whatever happened in between could as well
+    /// happen before the first part, or is kept out by a lock that was held before.
+    fn goes_on(&self, before: &Tx) -> bool {
+        let tx = self.tx();
+        match tx.pc {
+            Pc::Look => before.pc == Pc::Sent,
+            Pc::Counter => before.pc == Pc::Row,
+            Pc::View => before.pc == Pc::Row && tx.counter_lock == CounterLock::Update,
+            Pc::WriteRow => before.pc == Pc::RaiseCounter && before.counter_lock == CounterLock::Update,
+            _ => false,
+        }
+    }
+
     fn tx(&self) -> Tx {
         self.state.txs[self.at]
     }
@@ -157,6 +177,8 @@ impl Step<'_> {
         let mut tx = self.tx();
         if tx.seen_counter && self.state.others(self.at).all(|tx| tx.counter_lock == CounterLock::No) {
             tx.counter_lock = CounterLock::Update;
+        } else {
+            tx.looked |= tx.seen_counter;
         }
         tx.pc = Pc::View;
         self.put(tx);
@@ -200,7 +222,9 @@ impl Step<'_> {
             Outcome::Locked
         } else if row.id != 0 && row.id == tx.id {
             Outcome::Confirm
-        } else if (row.id != 0 && live(row.expires, self.now())) || (counter > 0 && tx.counter_lock == CounterLock::No) {
+        } else if (row.id != 0 && live(row.expires, self.now()))
+            || (counter > 0 && tx.counter_lock == CounterLock::No)
+        {
             Outcome::Locked
         } else {
             Outcome::Grant
@@ -409,10 +433,16 @@ impl Step<'_> {
         let tx = self.tx();
         let before = self.state.db;
         let granted = tx.new_counter > 0 && tx.row_write == RowWrite::Put;
-        self.refuse(tx.new_counter > 0 && !granted, "2: a fence is burnt: the counter is raised without a grant");
+        self.refuse(
+            tx.new_counter > 0 && !granted,
+            "2: a fence is burnt: the counter is raised without a grant",
+        );
         if tx.new_counter > 0 {
             self.refuse(tx.new_counter <= before.counter, "2: the counter does not grow");
-            self.refuse(self.state.told >> tx.new_counter != 0, "2: a fence that was told before, or an older one, is granted");
+            self.refuse(
+                self.state.told >> tx.new_counter != 0,
+                "2: a fence that was told before, or an older one, is granted",
+            );
             self.state.db.counter = tx.new_counter;
         }
         match tx.row_write {
@@ -425,7 +455,13 @@ impl Step<'_> {
             }
             RowWrite::Put => {
                 self.refuse(before.row.id != tx.id, "3: an extend succeeds on a lease that was taken over");
-                let unheard = before.row.unheard && tx.ear == Ear::Nobody;
+                // Confirmed for a client that listens, or moved after its client had let go of it.
+                let extend = tx.kind != Some(Kind::Acquire);
+                let let_go = !matches!(
+                    self.state.clients[usize::from(tx.owner)].phase,
+                    Phase::Holding | Phase::Writing | Phase::Freshening
+                );
+                let unheard = tx.ear == Ear::Nobody || (extend && (before.row.unheard || let_go));
                 self.state.db.row = Row { unheard, ..tx.new_row };
             }
             RowWrite::Delete => {
@@ -437,7 +473,10 @@ impl Step<'_> {
             }
         }
         if tx.register_lock {
-            self.refuse(tx.fence < before.register, "4: a write with an older fence commits after a newer one");
+            self.refuse(
+                tx.fence < before.register,
+                "4: a write with an older fence commits after a newer one",
+            );
             self.state.db.register = tx.fence;
         }
         self.end(match tx.kind {

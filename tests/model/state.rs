@@ -160,7 +160,9 @@ impl Tx {
     /// Whether the message under way may commit something.
     pub(crate) fn may_commit(&self) -> bool {
         let reads_only = self.kind == Some(Kind::Read);
-        !reads_only && (!self.two_messages || matches!(self.pc, Pc::SentAgain | Pc::RaiseCounter | Pc::WriteRow | Pc::Commit | Pc::Done))
+        !reads_only
+            && (!self.two_messages
+                || matches!(self.pc, Pc::SentAgain | Pc::RaiseCounter | Pc::WriteRow | Pc::Commit | Pc::Done))
     }
 
     /// Ends the transaction: locks and snapshots are gone, the answer stays for whom it is for.
@@ -231,7 +233,8 @@ impl Client {
     }
 
     pub(crate) fn defer(&mut self, id: u8, may_arrive: bool) {
-        let slot = self.deferred.iter_mut().find(|deferred| deferred.id == 0).expect("more unknown ids than slots");
+        let slot =
+            self.deferred.iter_mut().find(|deferred| deferred.id == 0).expect("more unknown ids than slots");
         *slot = Deferred { id, over: TTL + TOLERANCE, may_arrive };
         self.deferred.sort_unstable();
     }
@@ -372,7 +375,8 @@ impl State {
 
     /// The same state with the clients' names changed.
     pub(crate) fn renamed(&self, names: &[u8; CLIENTS]) -> Self {
-        let id = |id: u8| if id == 0 { 0 } else { names[usize::from((id - 1) / IDS)] * IDS + (id - 1) % IDS + 1 };
+        let id =
+            |id: u8| if id == 0 { 0 } else { names[usize::from((id - 1) / IDS)] * IDS + (id - 1) % IDS + 1 };
         let mut next = *self;
         for (at, client) in self.clients.iter().enumerate() {
             let place = &mut next.clients[usize::from(names[at])];
