@@ -227,12 +227,11 @@ fn answer(config: &Config, state: &State, at: usize) -> Stepped {
     let label = match (tx.kind.unwrap_or_default(), tx.ear) {
         (Kind::Acquire | Kind::Read, _) => return acquired(config, next, tx),
         (Kind::Extend, Ear::Caller) => {
-            // A late message of the same acquire may have been granted again meanwhile, with
-            // another fence: a plain read tells.
-            let same = config.mutation.freshen_blindly
-                || (state.db.row.id == tx.id && state.db.row.fence == client.fence);
-            if tx.out == Outcome::Extended && client.extend_sent > 0 && same {
-                (client.phase, client.deadline) = (Phase::Holding, client.extend_sent);
+            // Until the grant's own deadline its row cannot have been taken over. After it, a late
+            // message of the same acquire may have been granted again, with another fence.
+            let rest = if config.mutation.freshen_blindly { client.extend_sent } else { client.sent };
+            if tx.out == Outcome::Extended && rest > 0 {
+                (client.phase, client.deadline, client.sent) = (Phase::Holding, client.extend_sent, 0);
             } else {
                 if tx.out != Outcome::NotHeld {
                     client.defer(tx.id, false);
@@ -299,11 +298,13 @@ fn acquired(config: &Config, mut next: State, tx: Tx) -> Stepped {
             next.told |= bit;
             client.fence = tx.fence;
             client.doubted = false;
-            client.deadline = if config.mutation.deadline_from_reply { TTL } else { client.sent };
-            client.sent = 0;
-            client.phase = Phase::Holding;
-            // Too late to be handed out as it is.
-            if client.deadline == 0 {
+            if config.mutation.deadline_from_reply {
+                client.sent = TTL;
+            }
+            if client.sent > TTL / 2 {
+                (client.phase, client.deadline, client.sent) = (Phase::Holding, client.sent, 0);
+            } else {
+                // Too little is left to be handed out as it is.
                 (client.phase, client.extend_sent) = (Phase::Freshening, TTL);
                 send(&mut next, owner, Kind::Extend, false, Ear::Caller, tx.id);
             }
@@ -438,7 +439,7 @@ pub(crate) fn check(config: &Config, state: &State) -> Option<&'static str> {
                 return Some("1: a client trusts its lease for longer than the server keeps it");
             }
         }
-        if is_orphan(state) && (!row.unheard || config.old_process_ended) {
+        if is_orphan(state) && (!row.unheard || config.no_orphans) {
             return Some("6: a live lease, and nobody looks after it");
         }
     }

@@ -38,8 +38,7 @@ pub(crate) struct Mutation {
     pub(crate) async_grant: bool,
     /// The work on the register is not fenced.
     pub(crate) unfenced: bool,
-    /// A lease that had to be extended before it is handed out is handed out with the fence that was
-    /// told, whatever fence its row has by then.
+    /// The extend before the hand-out counts even if its answer comes after the grant's deadline.
     pub(crate) freshen_blindly: bool,
     /// `FOR KEY SHARE` instead of `FOR SHARE`.
     pub(crate) key_share: bool,
@@ -65,6 +64,8 @@ pub(crate) struct Config {
     pub(crate) timeouts: bool,
     /// Old server processes are ended for certain before anything is asked again or given up.
     pub(crate) old_process_ended: bool,
+    /// Late messages are no excuse for a lease that nobody looks after.
+    pub(crate) no_orphans: bool,
     /// States that differ only in the clients' names are one.
     pub(crate) symmetry: bool,
     /// Every part of every statement is a step of its own.
@@ -87,6 +88,7 @@ impl Config {
             two_messages: true,
             timeouts: true,
             old_process_ended: false,
+            no_orphans: false,
             symmetry: true,
             fine: false,
             mutation: Mutation {

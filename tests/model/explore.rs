@@ -105,7 +105,7 @@ fn representative(config: &Config, mut state: State) -> State {
         return state;
     }
     let names = if config.clients == 2 { &NAMES[1..2] } else { &NAMES[1..] };
-    names.iter().map(|names| state.renamed(names)).fold(state, Ord::min)
+    names.iter().map(|names| state.renamed(*names)).fold(state, Ord::min)
 }
 
 pub(crate) fn explore(config: &Config) -> Report {

@@ -6,12 +6,16 @@
 //! out and must find what each part is for. `SYNCGUARD_MODEL_DEPTH=1` (to 3) adds larger runs; use
 //! them with `--release`.
 
+// A test: a model that is wrong must stop at once.
+#![allow(clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
+
 mod client;
 mod config;
 mod explore;
 mod mutations;
 mod protocol;
 mod server;
+mod source;
 mod state;
 
 use std::io::Write as _;

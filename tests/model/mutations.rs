@@ -106,3 +106,10 @@ fn a_late_first_message_gives_the_extend_before_the_hand_out_another_lease() {
     let config = Config { losses: 1, two_messages: false, ..two(mutation) };
     is_caught("handed out after an extend, whatever its fence", &config, "1: a client holds a lease");
 }
+
+/// Not a mutation but a limit: what a message leaves that arrives after everybody stopped waiting.
+#[test]
+fn a_message_that_is_late_enough_leaves_a_lease_until_its_ttl_is_over() {
+    let config = Config { losses: 1, no_orphans: true, ..two(NONE) };
+    is_caught("a late message, not excused", &config, "6:");
+}

@@ -118,6 +118,7 @@ pub(crate) enum RowWrite {
 
 /// A transaction in the server, or the message that will begin it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+#[allow(clippy::struct_excessive_bools)] // Locks that are held, or not.
 pub(crate) struct Tx {
     pub(crate) kind: Option<Kind>,
     pub(crate) two_messages: bool,
@@ -206,7 +207,8 @@ pub(crate) struct Client {
     pub(crate) phase: Phase,
     pub(crate) id: u8,
     pub(crate) fence: u8,
-    /// How long the lease would be trusted if the acquire under way were granted.
+    /// How long the lease would be trusted if the acquire under way were granted, or is trusted
+    /// until the extend before the hand-out is answered.
     pub(crate) sent: i8,
     /// The same for the extend under way.
     pub(crate) extend_sent: i8,
@@ -289,11 +291,6 @@ impl State {
         self.txs.iter().enumerate().filter(move |(at, _)| *at != tx).map(|(_, tx)| tx)
     }
 
-    /// Whether somebody looks after the lease with this id.
-    pub(crate) fn is_tracked(&self, id: u8) -> bool {
-        self.clients.iter().any(|client| client.tracks(id))
-    }
-
     /// Whether a message of a given-up call with this id is still under way.
     pub(crate) fn has_late_message(&self, id: u8) -> bool {
         self.txs.iter().any(|tx| !tx.is_free() && tx.ear == Ear::Nobody && tx.id == id)
@@ -374,7 +371,7 @@ impl State {
     }
 
     /// The same state with the clients' names changed.
-    pub(crate) fn renamed(&self, names: &[u8; CLIENTS]) -> Self {
+    pub(crate) fn renamed(&self, names: [u8; CLIENTS]) -> Self {
         let id =
             |id: u8| if id == 0 { 0 } else { names[usize::from((id - 1) / IDS)] * IDS + (id - 1) % IDS + 1 };
         let mut next = *self;
