@@ -324,7 +324,7 @@ fn fresh(
     }
     let never = CancelToken::never();
     let answer = engine.backend.extend_by(&granted.lock_id, ttl, engine.call_deadline(end), &never);
-    let late = engine.clock.now() >= now.after(ttl);
+    let late = engine.clock.now() >= sent.after(ttl);
     match answer {
         Ok(ExtendOutcome::Extended { expires_at_ms }) if !late => {
             granted.expires_at_ms = expires_at_ms;
