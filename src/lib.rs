@@ -1,5 +1,6 @@
 //! Locks that hold across threads, processes and machines, on the PostgreSQL you already have.
 
+mod advisory;
 pub mod backend;
 mod cancel;
 mod client;
@@ -11,6 +12,9 @@ mod model;
 mod postgres;
 pub mod telemetry;
 
+pub use advisory::{
+    AdvisoryGuard, AdvisoryKey, AdvisoryLost, AdvisoryOptions, AdvisorySession, DEFAULT_MAX_HOLD,
+};
 pub use backend::{
     AcquireResult, Acquired, Attempt, Capabilities, ExtendOutcome, ExtendResult, LockBackend, LockInfo,
     LockInfoDebug, Lookup, LostReason, Reason, ReleaseOutcome, ReleaseResult, RenewOutcome, Renewal,

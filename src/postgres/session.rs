@@ -21,7 +21,7 @@ use crate::postgres::source::Connection;
 use crate::postgres::statement::{Backend, Memo, Message, Statement};
 
 /// How much later than the server's limits the client gives up.
-const GRACE: Duration = Duration::from_millis(100);
+pub(crate) const GRACE: Duration = Duration::from_millis(100);
 
 /// How long a ROLLBACK may take before the connection is closed instead.
 const ROLLBACK_LIMIT: Duration = Duration::from_secs(1);
