@@ -147,8 +147,8 @@ impl<'a> Acquire<'a> {
         });
         match found {
             Ok(Some(pid)) => error.with_message(format!(
-                "the server process {pid} holds an advisory lock on the number that this key queues on (SQLSTATE 55P03): a session lock should stay outside of -2^31..2^31; see advisory_holders()"
-            )),
+                "the server process {pid} holds an advisory lock on the number that this key queues on: a session lock should stay outside of -2^31..2^31; see advisory_holders()"
+            )).with_contention(),
             _ => error,
         }
     }
