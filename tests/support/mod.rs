@@ -30,6 +30,7 @@ pub mod binaries;
 pub mod cluster;
 pub mod keeper;
 pub mod logs;
+pub mod proxy;
 pub mod schema;
 pub mod server;
 pub mod wait;
