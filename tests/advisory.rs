@@ -482,6 +482,16 @@ fn a_lock_may_be_kept_past_its_time() {
 }
 
 #[test]
+fn the_time_of_an_operation_does_not_limit_the_hold() {
+    let client = builder().operation_timeout(Duration::from_millis(200)).connect(server().url()).unwrap();
+    let options = AdvisoryOptions::new().max_hold(Duration::from_millis(1500)).keep_past_deadline();
+    let guard = client.advisory_lock_with(&key(), &options).unwrap();
+    assert!(!guard.lost().wait_timeout(Duration::from_millis(1500)));
+    assert!(guard.is_held());
+    assert_eq!(guard.release().unwrap(), ReleaseResult::Released);
+}
+
+#[test]
 fn an_ended_session_is_noticed_and_not_replaced() {
     let (a, b, key, mut observer) = (client(), client(), key(), server().client());
     let guard = taken(&a, key);

@@ -109,14 +109,20 @@ fn a_stopped_holder_that_prefers_exclusion_keeps_its_lock() {
     worker::part("holder", |parent| holder(parent));
     let name = unique();
     let key = AdvisoryKey::from_text(&name);
-    let (mut worker, _) =
+    let (mut worker, pid) =
         start_holder("a_stopped_holder_that_prefers_exclusion_keeps_its_lock", &name, 100, true);
     worker.signal("STOP");
     let client = client(server().url());
-    let options = AdvisoryOptions::new().timeout(Duration::from_secs(2));
+    // Longer than a server may be silent: here it was the holder who did not listen.
+    let options = AdvisoryOptions::new().timeout(Duration::from_secs(13));
     let error = client.advisory_lock_with(&key, &options).unwrap_err();
     assert_eq!(error.code(), ErrorCode::AcquisitionTimeout);
     worker.signal("CONT");
+    let mut observer = server().client();
+    let sql = "SELECT now() - state_change < interval '3 s' AND state = 'idle' FROM pg_stat_activity WHERE pid = $1";
+    wait_until(LIMIT, "its session is asked again", || {
+        observer.query_one(sql, &[&pid]).unwrap().get::<_, bool>(0)
+    });
     worker.tell("and now?");
     worker.expect("held");
     worker.kill();

@@ -9,11 +9,12 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use crate::advisory::crew::{Held, SERVER_GRACE, let_go};
+use crate::advisory::crew::{Held, SERVER_GRACE};
 use crate::advisory::guard::AdvisoryGuard;
 use crate::advisory::hold::{Hold, Taken};
 use crate::advisory::key::AdvisoryKey;
 use crate::advisory::options::Terms;
+use crate::advisory::session::let_go;
 use crate::advisory::{Inner, probe, sql};
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};

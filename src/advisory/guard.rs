@@ -6,9 +6,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::advisory::AdvisoryLost;
-use crate::advisory::crew::{Crew, Held, let_go};
+use crate::advisory::crew::{Crew, Held};
 use crate::advisory::hold::Taken;
 use crate::advisory::key::AdvisoryKey;
+use crate::advisory::session::let_go;
 use crate::backend::ReleaseResult;
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
@@ -136,10 +137,10 @@ impl AdvisoryGuard {
     fn dispose(&self) {
         if self.hold.is_foreign() {
             // The parent's socket: neither used nor closed here.
-            if self.hold.release() {
-                if let Taken::Connection(connection) = self.hold.take(Duration::ZERO) {
-                    connection.abandon();
-                }
+            if self.hold.release()
+                && let Taken::Connection(connection) = self.hold.take(Duration::ZERO)
+            {
+                connection.abandon();
             }
             return;
         }

@@ -108,8 +108,9 @@ impl AdvisoryKey {
     pub(super) fn address(&self) -> (u32, u32, u32) {
         match self.0 {
             Form::One(number) => {
-                let [a, b, c, d, e, f, g, h] = number.to_be_bytes();
-                (u32::from_be_bytes([a, b, c, d]), u32::from_be_bytes([e, f, g, h]), 1)
+                let bits = number.cast_unsigned();
+                let half = |bits: u64| u32::try_from(bits & u64::from(u32::MAX)).unwrap_or_default();
+                (half(bits >> 32), half(bits), 1)
             }
             Form::Two(first, second) => (first.cast_unsigned(), second.cast_unsigned(), 2),
         }
@@ -117,13 +118,10 @@ impl AdvisoryKey {
 
     /// The key with this address in `pg_locks`.
     pub(super) fn at(class: u32, object: u32, sub: u32) -> Self {
-        match sub {
-            2 => Self(Form::Two(class.cast_signed(), object.cast_signed())),
-            _ => {
-                let number = (u64::from(class) << 32) | u64::from(object);
-                Self(Form::One(number.cast_signed()))
-            }
+        if sub == 2 {
+            return Self(Form::Two(class.cast_signed(), object.cast_signed()));
         }
+        Self(Form::One(((u64::from(class) << 32) | u64::from(object)).cast_signed()))
     }
 }
 

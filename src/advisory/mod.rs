@@ -10,7 +10,8 @@
 //! | `probe` | the self-test at a client's first lock |
 //! | `acquire`, `queue` | one try, the loop that waits, this process's turns |
 //! | `hold` | one held lock: who has its connection, how it ends |
-//! | `crew` | the two threads that look after all of them |
+//! | `crew` | what the two threads that look after all of them share with the guards |
+//! | `monitor`, `session` | the two threads |
 //! | `guard` | what the holder has |
 //! | `observe` | holders, waiters, ending a session |
 //!
@@ -60,7 +61,9 @@
 //! 14. A session whose last answer is three seconds old is asked; no answer within five is a loss. A
 //!     session that has been silent for ten counts as lost whatever the session thread is doing
 //!     (longer only if a whole round of questions takes more than three seconds, so that a slow line
-//!     with many locks is not mistaken for a dead one).
+//!     with many locks is not mistaken for a dead one). Silence counts only while this process listens:
+//!     after it was stopped, or the host suspended, it starts anew, so that a holder that slept for ten
+//!     seconds does not take itself for one whose server is gone.
 //! 15. The monitor thread keeps the time and does no I/O, so that a network that hangs cannot keep it
 //!     from firing a token. That is why there are two threads; they start with the first guard and
 //!     end a second after the last, or with the client.
@@ -73,10 +76,12 @@ mod crew;
 mod guard;
 mod hold;
 mod key;
+mod monitor;
 mod observe;
 mod options;
 mod probe;
 mod queue;
+mod session;
 mod sql;
 
 use std::fmt;

@@ -42,7 +42,9 @@ impl Queue {
 
     pub(super) fn call_all(&self) {
         let all: Vec<_> = self.lines().values().flatten().cloned().collect();
-        all.iter().for_each(|bell| bell.ring());
+        for bell in all {
+            bell.ring();
+        }
     }
 
     fn lines(&self) -> MutexGuard<'_, HashMap<AdvisoryKey, VecDeque<Arc<Bell>>>> {

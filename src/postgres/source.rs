@@ -246,6 +246,10 @@ impl Connection {
     /// Whether the session is still open, as far as the socket tells without asking the server: what
     /// it has sent by itself is read, for about a millisecond. It sends nothing.
     pub(crate) fn is_open(&mut self) -> bool {
+        if let Some(link) = self.link() {
+            // The deadline of the last call is over long since, and this is not a call.
+            link.unlimited();
+        }
         let Ok(client) = self.client() else { return false };
         let heard = guard_runtime(|| client.notifications().timeout_iter(LISTEN).next());
         matches!(heard, Ok(Ok(_))) && !client.is_closed()
