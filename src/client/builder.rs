@@ -10,6 +10,7 @@ use r2d2::ManageConnection;
 use tokio_postgres::Socket;
 use tokio_postgres::tls::{MakeTlsConnect, TlsConnect};
 
+use crate::advisory::SessionLocks;
 use crate::backend::LockBackend;
 use crate::client::PgLockClient;
 use crate::error::{LockError, Result};
@@ -247,7 +248,8 @@ impl PgLockClientBuilder {
         };
         let settings =
             ClientSettings { dispose_timeout: self.dispose_timeout, on_release_error: self.on_release_error };
-        Ok(PgLockClient { locks: LockClient::with_settings(backend, settings), postgres })
+        let sessions = SessionLocks::new(Arc::clone(&postgres), self.operation_timeout, self.dispose_timeout);
+        Ok(PgLockClient { sessions, locks: LockClient::with_settings(backend, settings), postgres })
     }
 }
 

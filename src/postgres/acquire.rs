@@ -26,8 +26,8 @@ use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::model::lock_id::LockId;
 use crate::model::time::{TIME_TOLERANCE_MS, Ttl, is_live};
 use crate::postgres::error::Trouble;
-use crate::postgres::session::{Answers, Session, int, malformed, required, text};
-use crate::postgres::statement::{Arg, Message};
+use crate::postgres::session::{Answers, GRACE, Session, int, malformed, required, text};
+use crate::postgres::statement::{Arg, Message, push_quoted};
 use crate::postgres::{Fault, Located, PostgresBackend};
 
 /// One acquire, with everything chosen.
@@ -72,7 +72,7 @@ impl<'a> Acquire<'a> {
         };
         match round {
             Ok(round) => self.answer(&round),
-            Err(Fault::Error(error)) => Err(self.label(error)),
+            Err(Fault::Error(error)) => Err(self.label(self.name_stranger(backend, error, cancel))),
             Err(doubt @ Fault::Doubt { .. }) => self.resolve(backend, doubt, end, cancel),
         }
     }
@@ -120,6 +120,36 @@ impl<'a> Acquire<'a> {
             }
             Round::Locked => Ok(AcquireResult::Locked),
             Round::Mine => Err(malformed()),
+        }
+    }
+
+    /// Whose session lock the queue stood behind, if that is why the time ran out: other acquires
+    /// keep the key's number for a statement, a session lock on it for as long as it likes. Best
+    /// effort, within the time by which our own deadlines are later than the server's.
+    fn name_stranger(&self, backend: &PostgresBackend, error: LockError, cancel: &CancelToken) -> LockError {
+        if error.code() != ErrorCode::NetworkTimeout || cancel.is_cancelled() {
+            return error;
+        }
+        let mut key = String::new();
+        if push_quoted(&self.storage_key, &mut key).is_err() {
+            return error;
+        }
+        let query = format!(
+            "SELECT l.pid FROM pg_catalog.pg_locks AS l, (SELECT pg_catalog.hashtext({key})::int8 AS number) AS k \
+             WHERE l.locktype = 'advisory' AND l.granted AND l.objsubid = 1 \
+             AND l.database = (SELECT d.oid FROM pg_catalog.pg_database AS d WHERE d.datname = pg_catalog.current_database()) \
+             AND ((l.classid::int8 << 32) | l.objid::int8) = k.number AND l.pid <> pg_catalog.pg_backend_pid() LIMIT 1"
+        );
+        let found = backend.run_bare(Instant::now() + GRACE, cancel, |session| {
+            let message = Message::new().raw(session.limits_plain()).raw(&query);
+            let answers = session.ask(&message)?;
+            Ok(answers.row(0)?.map(|row| int(row, 0)).transpose()?.flatten())
+        });
+        match found {
+            Ok(Some(pid)) => error.with_message(format!(
+                "the server process {pid} holds an advisory lock on the number that this key queues on: a session lock should stay outside of -2^31..2^31; see advisory_holders()"
+            )).with_contention(),
+            _ => error,
         }
     }
 

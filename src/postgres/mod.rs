@@ -34,7 +34,9 @@ use std::time::{Duration, Instant};
 pub(crate) use connect::{Connector, guard_runtime, parse_url};
 pub use operator::{BrokenLock, CLEANUP_GUARD_MS, Counts, IdleCounter, Operator, Waiter};
 pub(crate) use schema::Names;
-pub(crate) use source::Source;
+pub(crate) use session::{Session, int, malformed, required, text};
+pub(crate) use source::{Connection, Source};
+pub(crate) use statement::{Message, push_quoted};
 
 use crate::backend::{
     AcquireResult, Attempt, Capabilities, ExtendOutcome, LockBackend, LockInfo, LockInfoDebug, Lookup,
@@ -46,15 +48,14 @@ use crate::model::fence::Fence;
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::model::lock_id::LockId;
 use crate::model::time::{Clock, Moment, Ttl};
-use error::Trouble;
+pub(crate) use error::Trouble;
 use schema::{Survey, Tables};
-use session::{Session, required, text};
 use sql::Statements;
-use statement::{Backend, Message, push_quoted};
+use statement::Backend;
 
 /// How often an operation starts anew because its connection turned out to be stale. After a
 /// restart of the server every idle connection is.
-const MAX_REPLACEMENTS: u32 = 64;
+pub(crate) const MAX_REPLACEMENTS: u32 = 64;
 
 /// How many operation timeouts setting up the schema may take: others may be doing it.
 const SET_UP_TIMES: u32 = 6;
@@ -226,7 +227,7 @@ impl PostgresBackend {
     }
 
     /// The loop around every operation.
-    fn run_bare<R>(
+    pub(crate) fn run_bare<R>(
         &self,
         end: Instant,
         cancel: &CancelToken,
@@ -276,8 +277,7 @@ impl PostgresBackend {
             process.pid
         );
         let ended = self.run_bare(end, &CancelToken::never(), |session| {
-            let message =
-                Message::new().raw(session.limits()).raw("SET LOCAL search_path TO pg_catalog").raw(&query);
+            let message = Message::new().raw(session.limits_plain()).raw(&query);
             session.ask(&message).map(drop)
         });
         if let Err(fault) = ended {
@@ -347,8 +347,13 @@ impl PostgresBackend {
         Ok(())
     }
 
+    /// Where session locks get the connections that they keep.
+    pub(crate) fn source(&self) -> &Source {
+        &self.source
+    }
+
     /// When an operation that starts now must be over.
-    fn end(&self) -> Instant {
+    pub(crate) fn end(&self) -> Instant {
         let now = Instant::now();
         now.checked_add(self.settings.operation_timeout).unwrap_or(now + Duration::from_secs(86_400))
     }

@@ -154,10 +154,8 @@ impl Operator {
                 .into(),
         );
         let rows = self.run(|session, _| {
-            let message = Message::new()
-                .raw(session.limits())
-                .raw(PLAIN_NAMES)
-                .plain(&statement, &[Arg::Text(&storage_key)])?;
+            let message =
+                Message::new().raw(session.limits_plain()).plain(&statement, &[Arg::Text(&storage_key)])?;
             Ok(session.ask(&message)?.into_last_rows())
         })?;
         rows.iter()
@@ -267,11 +265,8 @@ impl Operator {
 
     fn ask(&self, sql: impl Fn(&Located) -> String) -> Result<Vec<SimpleQueryRow>> {
         self.run(|session, at| {
-            let message = Message::new()
-                .raw(session.limits())
-                .raw(PLAIN_NAMES)
-                .raw("SET LOCAL enable_seqscan TO on")
-                .raw(sql(at));
+            let message =
+                Message::new().raw(session.limits_plain()).raw("SET LOCAL enable_seqscan TO on").raw(sql(at));
             Ok(session.ask(&message)?.into_last_rows())
         })
     }

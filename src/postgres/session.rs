@@ -22,7 +22,7 @@ use crate::postgres::source::Connection;
 use crate::postgres::statement::{Backend, LOCKS_FIRST, Memo, Message, Statement};
 
 /// How much later than the server's limits the client gives up.
-const GRACE: Duration = Duration::from_millis(100);
+pub(crate) const GRACE: Duration = Duration::from_millis(100);
 
 /// How long a ROLLBACK may take before the connection is closed instead.
 const ROLLBACK_LIMIT: Duration = Duration::from_secs(1);
@@ -194,6 +194,13 @@ impl<'a> Session<'a> {
     /// The same for a transaction that only reads.
     pub(crate) fn limits(&mut self) -> String {
         self.states("")
+    }
+
+    /// The same with names from `pg_catalog` alone, for statements written with plain operators.
+    pub(crate) fn limits_plain(&mut self) -> String {
+        let limits = self.states("");
+        let separator = if limits.is_empty() { "" } else { ";" };
+        format!("SET LOCAL search_path TO pg_catalog{separator}{limits}")
     }
 
     /// The same for a transaction that stays open between two messages, with its `BEGIN`.

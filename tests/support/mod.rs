@@ -31,6 +31,7 @@ pub mod cluster;
 pub mod keeper;
 pub mod leases;
 pub mod logs;
+pub mod proxy;
 pub mod schema;
 pub mod server;
 pub mod stored;
