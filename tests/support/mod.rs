@@ -30,12 +30,14 @@ pub mod binaries;
 pub mod cluster;
 pub mod keeper;
 pub mod logs;
+pub mod proxy;
 pub mod schema;
 pub mod server;
 pub mod wait;
 pub mod worker;
 
 pub use cluster::{Config, Stop};
+pub use proxy::{Action, Network, Proxy};
 pub use schema::TestSchema;
 pub use server::Server;
 pub use wait::{
