@@ -26,7 +26,7 @@ pub(crate) fn extend(
     end: Instant,
     cancel: &CancelToken,
 ) -> Result<ExtendOutcome> {
-    let outcome = backend.run_until_known(end, cancel, |session, at| {
+    let outcome = backend.run_until_known(lock_id, end, cancel, |session, at| {
         if cancel.is_never() {
             one_message(session, at, lock_id, ttl)
         } else {
@@ -114,7 +114,7 @@ fn try_renew(backend: &PostgresBackend, leases: &[Renewal<'_>], end: Instant) ->
     }
     let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
     let args = [Arg::Texts(&keys), Arg::Texts(&ids), Arg::Ints(&ttls)];
-    backend.run_renewal(end, |session, at| {
+    backend.run_renewal(ids.first().copied().unwrap_or_default(), end, |session, at| {
         let message = Message::new()
             .raw("SET TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE")
             .raw(session.limits())
