@@ -12,6 +12,7 @@
 mod support;
 
 mod truth;
+mod zombies;
 
 /// How long the random part runs.
 fn seconds() -> u64 {
