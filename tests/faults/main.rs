@@ -11,6 +11,8 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod checker;
+mod history;
 mod truth;
 mod zombies;
 
