@@ -36,9 +36,11 @@ pub mod schema;
 pub mod server;
 pub mod stored;
 pub mod wait;
+pub mod wire;
 pub mod worker;
 
 pub use cluster::{Config, Stop};
+pub use proxy::{Action, Network, Proxy};
 pub use schema::TestSchema;
 pub use server::Server;
 pub use stored::{NOW, Stored, StoredRow, id};
