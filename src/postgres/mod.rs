@@ -227,7 +227,7 @@ impl PostgresBackend {
             let mut session = Session::new(connection, end, &never);
             if let Some(query) = doubtful.take().and_then(|process| end_query(&process, lock_id)) {
                 // Trouble on this connection shows itself in what follows.
-                let _ = session.ask(&Message::new().raw(session.limits()).raw(query));
+                let _ = session.ask(&Message::new().raw(session.limits_plain()).raw(query));
             }
             let outcome = self.locate_on(&mut session).and_then(|at| {
                 session.prepare(&at.statements.all())?;
