@@ -140,10 +140,11 @@ fn a_commit_that_is_under_way_is_never_cancelled() {
         "CREATE TABLE gate (); \
          CREATE FUNCTION wait() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN \
            EXECUTE format('LOCK TABLE %I.gate IN ACCESS SHARE MODE', TG_TABLE_SCHEMA); RETURN NEW; END $$; \
-         CREATE TRIGGER wait BEFORE INSERT ON syncguard_locks FOR EACH ROW EXECUTE FUNCTION wait(); \
-         BEGIN; LOCK TABLE gate",
+         CREATE TRIGGER wait BEFORE INSERT ON syncguard_locks FOR EACH ROW EXECUTE FUNCTION wait()",
     )
     .unwrap();
+    // Apart: in one message the BEGIN would take the definitions into its transaction.
+    gate.batch_execute("BEGIN; LOCK TABLE gate").unwrap();
     let token = CancelToken::new();
     thread::scope(|scope| {
         let acquiring = scope.spawn(|| client.cancellable(&token).acquire("k", TTL));
