@@ -20,11 +20,6 @@ fn every_part_of_a_statement_as_a_step_of_its_own() {
 }
 
 #[test]
-fn two_leases_each() {
-    holds("two clients, two leases each", &narrow(2, 2));
-}
-
-#[test]
 fn three_clients() {
     holds("three clients", &narrow(3, 1));
 }
@@ -102,6 +97,7 @@ fn larger_runs() {
     let depth = extra_depth();
     let mutation = Mutation { no_advisory_lock: true, ..Mutation::default() };
     if depth >= 1 {
+        holds("deep: two leases each", &narrow(2, 2));
         holds("deep: two leases each, both forms", &Config { timeouts: false, ..Config::new(2, 2) });
         holds("deep: extends, both forms", &Config { extends: 1, ..Config::new(2, 1) });
         holds("deep: two lost answers", &Config { losses: 2, ..narrow(2, 1) });
