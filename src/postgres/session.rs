@@ -182,11 +182,15 @@ impl<'a> Session<'a> {
     /// The settings of every transaction: bounds for its waits and statements (never 0, which would
     /// mean none), names from `pg_catalog` alone, and no sequential scan, which a plan made while
     /// the table was tiny would otherwise keep when it has grown.
+    ///
+    /// The bound for a lock is the shorter one: at the same length the statement's, which starts
+    /// first, would always end the wait, and contention would look like a slow server.
     pub(crate) fn limits(&self) -> String {
         let left = rest(self.end).as_millis().clamp(1, 2_000_000_000);
+        let for_locks = (left - (left / 10).min(50)).max(1);
         format!(
             "SET LOCAL search_path TO pg_catalog;SET LOCAL enable_seqscan TO off;\
-             SET LOCAL lock_timeout TO {left};SET LOCAL statement_timeout TO {left}"
+             SET LOCAL lock_timeout TO {for_locks};SET LOCAL statement_timeout TO {left}"
         )
     }
 
