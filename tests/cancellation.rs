@@ -140,15 +140,16 @@ fn a_commit_that_is_under_way_is_never_cancelled() {
         "CREATE TABLE gate (); \
          CREATE FUNCTION wait() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN \
            EXECUTE format('LOCK TABLE %I.gate IN ACCESS SHARE MODE', TG_TABLE_SCHEMA); RETURN NEW; END $$; \
-         CREATE TRIGGER wait BEFORE INSERT ON syncguard_locks FOR EACH ROW EXECUTE FUNCTION wait(); \
-         BEGIN; LOCK TABLE gate",
+         CREATE TRIGGER wait BEFORE INSERT ON syncguard_locks FOR EACH ROW EXECUTE FUNCTION wait()",
     )
     .unwrap();
+    gate.batch_execute("BEGIN; LOCK TABLE gate").unwrap();
     let token = CancelToken::new();
     thread::scope(|scope| {
         let acquiring = scope.spawn(|| client.cancellable(&token).acquire("k", TTL));
         // The write and its COMMIT are one message, and it waits in the write.
         let pid = wait_until_app_waits(&mut observer, &app);
+        assert_eq!(leases::waits_for_table(&mut observer, pid).as_deref(), Some("gate"));
         token.cancel();
         for _ in 0..20 {
             support::wait_until_backend_waits(&mut observer, pid);

@@ -277,13 +277,14 @@ fn a_backend_that_is_killed_between_counter_and_row_leaves_neither() {
             "CREATE TABLE gate (); \
              CREATE FUNCTION wait() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN \
                EXECUTE format('LOCK TABLE %I.gate IN ACCESS SHARE MODE', TG_TABLE_SCHEMA); RETURN NEW; END $$; \
-             CREATE TRIGGER wait BEFORE INSERT ON syncguard_locks FOR EACH ROW EXECUTE FUNCTION wait(); \
-             BEGIN; LOCK TABLE gate",
+             CREATE TRIGGER wait BEFORE INSERT ON syncguard_locks FOR EACH ROW EXECUTE FUNCTION wait()",
         )
         .unwrap();
+    blocker.batch_execute("BEGIN; LOCK TABLE gate").unwrap();
     thread::scope(|scope| {
         let acquiring = scope.spawn(|| client.acquire("k", TTL));
         let pid = wait_until_app_waits(&mut observer, &app);
+        assert_eq!(leases::waits_for_table(&mut observer, pid).as_deref(), Some("gate"));
         observer.execute("SELECT pg_terminate_backend($1)", &[&pid]).unwrap();
         support::wait_until_backend_gone(&mut observer, pid);
         assert_eq!((row(&mut observer, "k"), counter(&mut observer, "k")), (None, None));
