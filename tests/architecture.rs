@@ -16,11 +16,12 @@ use std::{fs, iter};
 use source::{Source, Token, read_all, walk};
 
 /// A module imports only from modules with a lower number. A new top-level module needs a line here.
-const FLOORS: [(&str, u8); 11] = [
+const FLOORS: [(&str, u8); 12] = [
     ("client", 7),
     ("lock", 6),
     ("advisory", 6),
     ("diagnostics", 6),
+    ("contract", 7),
     ("postgres", 5),
     ("memory", 5),
     ("telemetry", 5),
@@ -358,6 +359,8 @@ fn no_statement_removes_a_fence_counter() {
     check(fences_stay);
     // Absent until the set-up exists; checked from then on.
     let schema = fs::read_to_string(top().join("schema.sql")).unwrap_or_default();
+    let statements = schema.lines().map(|line| line.split("--").next().unwrap_or_default());
+    let schema = statements.collect::<Vec<_>>().join("\n");
     assert_eq!(fences_destroyed(&schema), Vec::<String>::new());
 
     let broken = [

@@ -8,8 +8,8 @@
 //!
 //! # When the answer to a commit is lost
 //!
-//! 1. The lock id was chosen before the first byte was sent, and acquire is idempotent by it: a row
-//!    that carries the id answers with its stored fence and expiry.
+//! 1. The lock id was chosen before the first byte was sent, and acquire is idempotent by it: a live
+//!    row that carries the id answers with its stored fence and expiry.
 //! 2. So a lost answer is asked for again by the same acquire, on another connection, under the same
 //!    locks, in a transaction that writes: a reader would not wait for the standby.
 //! 3. The old server process is ended first where it can be told for certain, so that its message
@@ -21,8 +21,7 @@ use std::time::{Duration, Instant};
 use crate::backend::{AcquireResult, Acquired};
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
-use crate::model::fence::{FENCE_MAX, FENCE_WARN, Fence};
-use crate::model::hash::hash_key;
+use crate::model::fence::{FENCE_MAX, Fence};
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::model::lock_id::LockId;
 use crate::model::time::{TIME_TOLERANCE_MS, Ttl, is_live};
@@ -48,7 +47,7 @@ enum Round {
         fence: Fence,
     },
     Locked,
-    /// The row carries our id already; only two messages can confirm it.
+    /// The row is live and carries our id already; only two messages can confirm it.
     Mine,
 }
 
@@ -112,7 +111,7 @@ impl<'a> Acquire<'a> {
     fn answer(&self, round: &Round) -> Result<AcquireResult> {
         match *round {
             Round::Granted { expires_at_ms, fence } => {
-                warn_of_fence(fence, self.key);
+                fence.warn_near_limit(self.key.as_str());
                 Ok(AcquireResult::Acquired(Acquired {
                     lock_id: self.lock_id.as_str().to_owned(),
                     fence,
@@ -147,8 +146,7 @@ impl<'a> Acquire<'a> {
     fn one_message(&self, session: &mut Session<'_>, at: &Located) -> Result<Round, Trouble> {
         let statements = &at.statements;
         let message = Message::new()
-            .raw("SET TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE")
-            .raw(session.limits())
+            .raw(session.prelude())
             .call(&statements.queue, &[Arg::Text(&self.storage_key)])
             .call(&statements.acquire, &self.grant_args());
         let answers = match session.commit(&message) {
@@ -173,8 +171,7 @@ impl<'a> Acquire<'a> {
         let (key, fence_key, lock_id) =
             (Arg::Text(&self.storage_key), Arg::Text(&self.fence_key), Arg::Text(self.lock_id.as_str()));
         let read = Message::new()
-            .raw("BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE")
-            .raw(session.limits_between())
+            .raw(session.prelude_between())
             .call(&statements.queue, &[key])
             .call(&statements.hold, &[key, fence_key, lock_id])
             .call(&statements.view, &[key, fence_key]);
@@ -242,6 +239,7 @@ fn decide(seen: &Seen, lock_id: &str) -> Step {
         if !seen.row_locked {
             return Step::Locked;
         }
+        // A dead row is a free key even if it carries our id: its grant is over.
         if is_live(row.expires_at_ms, seen.now_ms, TIME_TOLERANCE_MS) {
             return if row.lock_id == lock_id { Step::Confirm } else { Step::Locked };
         }
@@ -275,15 +273,6 @@ fn fence_exhausted() -> LockError {
     LockError::new(ErrorCode::Internal).with_message(format!(
         "the key's fence counter has reached its limit of {FENCE_MAX} and grants nothing more: use a new key; never reset a counter"
     ))
-}
-
-fn warn_of_fence(fence: Fence, key: &Key) {
-    if fence.get() > FENCE_WARN {
-        log::warn!(
-            "fence {fence} of key #{} is above the warning line {FENCE_WARN}: move to a new key before {FENCE_MAX}",
-            hash_key(key.as_str())
-        );
-    }
 }
 
 #[cfg(test)]

@@ -276,7 +276,9 @@ impl PostgresBackend {
             process.pid
         );
         let ended = self.run_bare(end, &CancelToken::never(), |session| {
-            session.ask(&Message::new().raw(session.limits()).raw(&query)).map(drop)
+            let message =
+                Message::new().raw(session.limits()).raw("SET LOCAL search_path TO pg_catalog").raw(&query);
+            session.ask(&message).map(drop)
         });
         if let Err(fault) = ended {
             log::debug!(

@@ -122,7 +122,7 @@ fn sections_never_overlap() {
             scope.spawn(|| {
                 for _ in 0..50 {
                     let options = LockOptions::new().wait_forever().retry_delay(ms(1));
-                    let work = |_: &crate::LockGuard| {
+                    let work = |_: &crate::lock::LockGuard| {
                         assert_eq!(inside.fetch_add(1, Ordering::SeqCst), 0);
                         thread::yield_now();
                         inside.fetch_sub(1, Ordering::SeqCst);
