@@ -243,14 +243,14 @@ fn waiting_for_a_connection_ends() {
     let (mut observer, mut other) = (schema.client(), schema.client());
     other.batch_execute("BEGIN; SELECT pg_advisory_xact_lock(hashtext('taken'))").unwrap();
     thread::scope(|scope| {
-        let taken = scope.spawn(|| client.acquire("taken", TTL));
+        let busy = scope.spawn(|| client.acquire("taken", TTL));
         wait_until_app_waits(&mut observer, &app);
         for (what, call) in CALLS {
             let token = CancelToken::new();
             assert_aborted(what, cancel_while_asleep(&token, || call(&client, &token)));
         }
         other.batch_execute("ROLLBACK").unwrap();
-        assert!(taken.join().unwrap().unwrap().acquired().is_some());
+        assert!(busy.join().unwrap().unwrap().acquired().is_some());
     });
 }
 
@@ -313,9 +313,9 @@ fn cancelling_a_guards_lost_token_only_wakes_those_who_wait_for_it() {
     let options = LockOptions::new().heartbeat(Heartbeat::Every(Duration::from_millis(40)));
     let guard = client.lock_with("k", &options).unwrap();
     thread::scope(|scope| {
-        let waiting = scope.spawn(|| guard.lost().wait_timeout(LIMIT));
+        let waiter = scope.spawn(|| guard.lost().wait_timeout(LIMIT));
         guard.lost().cancel();
-        assert!(waiting.join().unwrap());
+        assert!(waiter.join().unwrap());
     });
     assert!(guard.is_held() && guard.lost_reason().is_none());
     let before = expiry(&mut observer);

@@ -130,14 +130,12 @@ fn a_restart_of_the_server_is_not_noticed_between_two_calls() {
     let app = app(&schema);
     let client = connect(PgLockClient::builder(), &named(&schema.url(), &app));
     let tokens = client.cancellable(&syncguard::CancelToken::new());
-    let mut round = 0;
-    for how in [Stop::Fast, Stop::Immediate] {
+    for (round, how) in (1..).zip([Stop::Fast, Stop::Immediate]) {
         // Several idle connections, all of which the restart makes stale.
         together(8, |i| cycle(&client, &format!("warm{i}")));
         let held = client.acquire("held", TTL).unwrap().acquired().unwrap();
         assert!(sessions(&mut server.client(), &app) >= 1);
         server.restart(how);
-        round += 1;
         let found = together(8, |i| match i {
             0 => client.is_locked("held").unwrap(),
             1 => client.lookup(Lookup::Key("held")).unwrap().is_some(),
@@ -257,10 +255,10 @@ fn a_callers_connection_in_doubt_does_not_go_back() {
     let mut blocker = block(&schema, "k");
     let token = syncguard::CancelToken::new();
     thread::scope(|scope| {
-        let blocked = scope.spawn(|| client.cancellable(&token).acquire("k", TTL));
+        let acquiring = scope.spawn(|| client.cancellable(&token).acquire("k", TTL));
         let pid = wait_until_app_waits(&mut observer, &app);
         token.cancel();
-        assert_eq!(blocked.join().unwrap().unwrap_err().code(), ErrorCode::Aborted);
+        assert_eq!(acquiring.join().unwrap().unwrap_err().code(), ErrorCode::Aborted);
         support::wait_until_backend_gone(&mut observer, pid);
     });
     blocker.batch_execute("ROLLBACK").unwrap();
@@ -341,6 +339,8 @@ fn a_connection_that_is_refused_says_so_at_once_with_its_sqlstate() {
     assert_eq!(refused_at_once(&url("postgres", "postgres")).code(), ErrorCode::ServiceUnavailable);
 }
 
+type Call<'a> = Box<dyn Fn() -> syncguard::Result<()> + 'a>;
+
 #[test]
 fn a_server_that_takes_connections_and_says_nothing_delays_each_call_by_its_bound() {
     let mute = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -351,7 +351,6 @@ fn a_server_that_takes_connections_and_says_nothing_delays_each_call_by_its_boun
     let client = connect(builder().auto_create_tables(false), &url);
     let id = leases::forged_id(0);
     let brief = LockOptions::new().timeout(bound / 2);
-    type Call<'a> = Box<dyn Fn() -> syncguard::Result<()> + 'a>;
     let calls: [(&str, Duration, Call<'_>); 9] = [
         ("acquire", bound, Box::new(|| client.acquire("k", TTL).map(drop))),
         ("release", bound, Box::new(|| client.release(&id).map(drop))),
