@@ -2,13 +2,17 @@
 
 mod support;
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
 use r2d2_postgres::PostgresConnectionManager;
 use support::leases::{self, client, named, row, sessions, wait_until_released};
 use support::{LIMIT, TestSchema, wait_until};
-use syncguard::{ErrorCode, LockOptions, Lookup, PgLockClient, ReleaseResult};
+use syncguard::{
+    ErrorCode, LockError, LockOptions, Lookup, PgLockClient, ReleaseErrorContext, ReleaseResult,
+};
 use tokio::runtime::{Builder, Runtime};
 
 const TTL: Duration = Duration::from_secs(30);
@@ -89,7 +93,12 @@ fn everything_works_inside_spawn_blocking() {
 #[test]
 fn a_guard_that_is_dropped_in_a_runtime_lets_go() {
     let schema = support::schema();
-    let client = client(&schema);
+    let failures = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&failures);
+    let count = move |_: &LockError, _: &ReleaseErrorContext| {
+        counted.fetch_add(1, Ordering::SeqCst);
+    };
+    let client = leases::connect(PgLockClient::builder().on_release_error(count), &schema.url());
     let mut observer = schema.client();
     for (flavour, runtime) in runtimes() {
         let [a, b] = keys(flavour);
@@ -105,6 +114,7 @@ fn a_guard_that_is_dropped_in_a_runtime_lets_go() {
         wait_until_released(&mut observer, &b);
     }
     assert!(client.close(LIMIT).unwrap().is_clean());
+    assert_eq!(failures.load(Ordering::SeqCst), 0, "handing over is no failure");
 }
 
 #[test]
