@@ -265,7 +265,9 @@ fn batch_job_answers_busy_with_a_code_of_its_own() -> Done {
 /// Starts a job whose command leaves its process id, and that of a child of its own, in files.
 fn long_job(schema: &TestSchema, dir: &Dir, options: &[&str], script: &str) -> Process {
     let mut command = batch_job(schema, options);
-    command.args(["key", "--", "sh", "-c", script]).current_dir(&dir.0).stderr(Stdio::null());
+    command.args(["key", "--", "sh", "-c", script]).current_dir(&dir.0);
+    // What a failed test leaves running must not keep the test runner's pipes open.
+    command.stdout(Stdio::null()).stderr(Stdio::null());
     let process = Process::start(&mut command);
     let file = dir.0.join("ready");
     wait_until(LIMIT, "the command runs", || file.is_file());
@@ -284,7 +286,7 @@ fn lives(dir: &Dir, file: &str) -> bool {
 }
 
 /// Neither the shell nor its child listens to SIGTERM.
-const STUBBORN: &str = "trap '' TERM; sleep 1000 & echo $! >child; echo $$ >self; touch ready; wait";
+const STUBBORN: &str = "trap '' TERM; sleep 100 & echo $! >child; echo $$ >self; touch ready; wait";
 
 #[test]
 fn batch_job_stops_its_command_when_the_lock_is_lost() -> Done {
