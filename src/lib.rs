@@ -12,6 +12,7 @@
     clippy::print_stderr
 )]
 
+mod advisory;
 pub mod backend;
 mod cancel;
 mod client;
@@ -25,6 +26,9 @@ mod model;
 mod postgres;
 pub mod telemetry;
 
+pub use advisory::{
+    AdvisoryGuard, AdvisoryKey, AdvisoryLost, AdvisoryOptions, AdvisorySession, DEFAULT_MAX_HOLD,
+};
 pub use backend::{
     AcquireResult, Acquired, Attempt, Capabilities, ExtendOutcome, ExtendResult, LockBackend, LockInfo,
     LockInfoDebug, Lookup, LostReason, Reason, ReleaseOutcome, ReleaseResult, RenewOutcome, Renewal,

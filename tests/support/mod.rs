@@ -24,20 +24,31 @@
 // unexpected has one way to say so, which is to panic.
 #![allow(dead_code, unused_imports, unreachable_pub)]
 #![allow(clippy::expect_used, clippy::panic, clippy::print_stderr, clippy::must_use_candidate)]
+#![allow(clippy::indexing_slicing, clippy::missing_panics_doc)]
 
 pub mod account;
 pub mod binaries;
 pub mod cluster;
 pub mod keeper;
+pub mod leases;
 pub mod logs;
+pub mod place;
+pub mod proxy;
 pub mod schema;
+pub mod script;
 pub mod server;
+pub mod stored;
 pub mod wait;
+pub mod wire;
 pub mod worker;
 
 pub use cluster::{Config, Stop};
+pub use place::{Call, Place, TTL, place};
+pub use proxy::{Action, Network, Proxy};
 pub use schema::TestSchema;
+pub use script::Scripted;
 pub use server::Server;
+pub use stored::{NOW, Stored, StoredRow, id};
 pub use wait::{
     LIMIT, together, wait_until, wait_until_app_waits, wait_until_backend_gone, wait_until_backend_waits,
 };
