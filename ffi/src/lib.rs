@@ -7,6 +7,16 @@
 //! 3. Both handle types are `Sync`, so C may use one from several threads.
 //! 4. No mutex is held while a call waits for the network: see [`syncguard_guard::with`].
 
+// A panic in library code is a bug.
+#![warn(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    clippy::dbg_macro,
+    clippy::print_stdout,
+    clippy::print_stderr
+)]
 #![allow(non_camel_case_types, reason = "C sees these names")]
 #![allow(clippy::missing_safety_doc, reason = "the header says it, once for all functions")]
 
