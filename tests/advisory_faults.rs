@@ -105,6 +105,21 @@ fn a_stopped_holder_loses_its_lock_at_its_deadline_although_it_was_asked_meanwhi
 }
 
 #[test]
+fn a_stopped_holder_that_was_never_asked_loses_its_lock_too() {
+    worker::part("holder", |parent| holder(parent));
+    let name = unique();
+    let test = "a_stopped_holder_that_was_never_asked_loses_its_lock_too";
+    let (mut worker, _) = start_holder(test, &name, 500, false);
+    worker.signal("STOP");
+    let client = client(server().url());
+    let options = AdvisoryOptions::new().timeout(LIMIT);
+    drop(client.advisory_lock_with(&AdvisoryKey::from_text(&name), &options).unwrap());
+    worker.signal("CONT");
+    worker.tell("and now?");
+    worker.expect("lost");
+}
+
+#[test]
 fn a_stopped_holder_that_prefers_exclusion_keeps_its_lock() {
     worker::part("holder", |parent| holder(parent));
     let name = unique();

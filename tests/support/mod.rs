@@ -33,6 +33,7 @@ pub mod logs;
 pub mod proxy;
 pub mod schema;
 pub mod server;
+pub mod session_locks;
 pub mod wait;
 pub mod worker;
 
