@@ -1,9 +1,23 @@
 //! Locks that hold across threads, processes and machines, on the PostgreSQL you already have.
 
+// A panic in library code is a bug.
+#![warn(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    clippy::string_slice,
+    clippy::dbg_macro,
+    clippy::print_stdout,
+    clippy::print_stderr
+)]
+
 mod advisory;
 pub mod backend;
 mod cancel;
 mod client;
+#[cfg(any(test, feature = "test-util"))]
+pub mod contract;
 pub mod diagnostics;
 mod error;
 mod lock;

@@ -63,7 +63,8 @@ pub(super) fn sessions(
          WHERE {HERE} AND {filter} ORDER BY 8, l.pid, 1, 2"
     );
     let found = backend.run_bare(backend.end(), cancel, |session| {
-        let answers = session.ask(&Message::new().raw(session.limits()).raw(&query))?;
+        let message = Message::new().raw(session.limits_plain()).raw(&query);
+        let answers = session.ask(&message)?;
         let rows = answers.rows(0)?.iter().map(read).collect::<Result<Vec<_>>>();
         rows.map_err(Trouble::from)
     });
@@ -78,7 +79,8 @@ pub(super) fn terminate(backend: &Arc<PostgresBackend>, process: i32, cancel: &C
          AND l.pid <> pg_catalog.pg_backend_pid()) AS p"
     );
     let found = backend.run_bare(backend.end(), cancel, |session| {
-        let answers = session.ask(&Message::new().raw(session.limits()).raw(&query))?;
+        let message = Message::new().raw(session.limits_plain()).raw(&query);
+        let answers = session.ask(&message)?;
         let told = answers.row(0)?.map(|row| text(row, 0).map(|told| told == Some("t"))).transpose()?;
         Ok(told.unwrap_or(false))
     });

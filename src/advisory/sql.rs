@@ -39,7 +39,8 @@ pub(super) fn try_lock(
         key.arguments(),
         timer_text(timer),
     );
-    let answers = session.ask(&Message::new().raw(session.limits()).raw(statement))?;
+    let message = Message::new().raw(session.limits_plain()).raw(statement);
+    let answers = session.ask(&message)?;
     let row = required(answers.row(0)?)?;
     Ok(Grant {
         pid: pid(int(row, 0)?)?,
@@ -88,7 +89,8 @@ pub(super) fn is_held_here(session: &mut Session<'_>, key: &AdvisoryKey) -> Resu
          AND l.locktype = 'advisory' AND l.granted AND l.objsubid = {sub} \
          AND l.classid = '{class}'::pg_catalog.oid AND l.objid = '{object}'::pg_catalog.oid"
     );
-    let answers = session.ask(&Message::new().raw(session.limits()).raw(statement))?;
+    let message = Message::new().raw(session.limits_plain()).raw(statement);
+    let answers = session.ask(&message)?;
     Ok(required(int(required(answers.row(0)?)?, 0)?)? > 0)
 }
 

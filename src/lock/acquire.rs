@@ -6,8 +6,8 @@
 //! 3. The first attempt is made in full; later ones look first with one plain read.
 //! 4. Attempts follow the options' back-off. A release in this process ends the pause, and the
 //!    attempt it leads to is a gift: it counts neither as a retry nor does it prolong anything.
-//!    A wake-up from another process would call the same bed, with [`FREED`]. Wake-ups are latency,
-//!    never correctness.
+//!    So does a look between two attempts that finds the key free: that is how a release in another
+//!    process is noticed within milliseconds. Wake-ups are latency, never correctness.
 //! 5. What was granted and is not handed out is released by the worker: after too late an answer,
 //!    an unknown outcome, or a close meanwhile.
 //!
@@ -63,6 +63,11 @@ fn prepare(engine: &Arc<Engine>, plan: &Plan, end: Moment, token: &CancelToken) 
     if plan.heartbeat == Heartbeat::Off { Ok(()) } else { engine.reserve(end, token) }
 }
 
+/// Looks between two attempts start at this interval,
+const FIRST_LOOK: Duration = Duration::from_millis(5);
+/// and grow up to this one.
+const LAST_LOOK: Duration = Duration::from_millis(250);
+
 struct Waiter<'a> {
     engine: &'a Arc<Engine>,
     token: &'a CancelToken,
@@ -93,12 +98,53 @@ impl Waiter<'_> {
                 return Err(self.timed_out(None));
             }
             let pause_end = self.engine.clock.now().after(plan.delays.draw(turn));
-            while self.engine.clock.now() < pause_end {
-                let freed = self.sleep(pause_end)? & FREED != 0;
-                if freed && let Some(guard) = self.ask(client, key, plan, false)? {
-                    return Ok(guard);
-                }
+            if let Some(guard) = self.pause(client, key, plan, pause_end)? {
+                return Ok(guard);
             }
+        }
+    }
+
+    /// The time between two attempts. A release in this process ends it with an attempt, and so does
+    /// a look that finds the key free.
+    fn pause(
+        &mut self,
+        client: &LockClient,
+        key: &Arc<str>,
+        plan: &Plan,
+        end: Moment,
+    ) -> Result<Option<LockGuard>> {
+        loop {
+            let now = self.engine.clock.now();
+            if now >= end {
+                return Ok(None);
+            }
+            let next_look = if plan.wake_ups { now.after(self.look_interval(now)) } else { Moment::NEVER };
+            let freed = self.sleep(end.min(next_look))? & FREED != 0;
+            let look_is_due = self.engine.clock.now() >= next_look && next_look < end;
+            let found = match (freed, look_is_due) {
+                (true, _) => self.ask(client, key, plan, false)?,
+                (false, true) => self.glance(client, key, plan)?,
+                (false, false) => None,
+            };
+            if found.is_some() {
+                return Ok(found);
+            }
+        }
+    }
+
+    /// How long until the next look: what has been waited for long is noticed a little later, so
+    /// that many long waits cost little, and the hand-off stays within a sixteenth of the wait.
+    fn look_interval(&self, now: Moment) -> Duration {
+        (now.since(self.start) / 16).clamp(FIRST_LOOK, LAST_LOOK)
+    }
+
+    /// A look that is no attempt, unless it finds the key free.
+    fn glance(&mut self, client: &LockClient, key: &Arc<str>, plan: &Plan) -> Result<Option<LockGuard>> {
+        let engine = self.engine;
+        match engine.backend.peek(key, engine.call_deadline(self.end), self.token) {
+            Ok(true) => Ok(None),
+            Ok(false) => self.ask(client, key, plan, false),
+            Err(error) => self.forgive(error.with_key(&**key), true).map(|()| None),
         }
     }
 
@@ -278,7 +324,7 @@ fn fresh(
     }
     let never = CancelToken::never();
     let answer = engine.backend.extend_by(&granted.lock_id, ttl, engine.call_deadline(end), &never);
-    let late = engine.clock.now() >= now.after(ttl);
+    let late = engine.clock.now() >= sent.after(ttl);
     match answer {
         Ok(ExtendOutcome::Extended { expires_at_ms }) if !late => {
             granted.expires_at_ms = expires_at_ms;

@@ -156,6 +156,12 @@ impl MemoryBackend {
         self.shared.decide(|store, _| store.row_count())
     }
 
+    /// Whether the key has a row, live or expired.
+    #[must_use]
+    pub fn has_row(&self, key: &str) -> bool {
+        self.stored(key).is_ok_and(|stored| self.shared.decide(|store, _| store.has_row(&stored.base)))
+    }
+
     /// The key's fence counter; `None` if it was never granted, or is not a key.
     #[must_use]
     pub fn counter(&self, key: &str) -> Option<u64> {

@@ -155,6 +155,10 @@ impl Store {
         self.rows.values().filter(|row| row.is_live(now)).count()
     }
 
+    pub(super) fn has_row(&self, base: &str) -> bool {
+        self.rows.contains_key(base)
+    }
+
     pub(super) fn row_count(&self) -> usize {
         self.rows.len()
     }
@@ -230,12 +234,120 @@ impl Store {
         let row = self.by_id(lock_id).map(|(_, row)| row).filter(|row| row.is_live(now));
         row.map_or(0, |row| row.expires_at_ms.saturating_add(TIME_TOLERANCE_MS).saturating_sub(now))
     }
+}
 
-    #[cfg(test)]
-    pub(super) fn check_invariants(&self) {
-        assert_eq!(self.ids.len(), self.rows.len());
-        for (base, row) in &self.rows {
-            assert_eq!(self.ids.get(&row.lock_id), Some(base));
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::time::Duration;
+
+    #[derive(Clone, Copy, Debug)]
+    enum Step {
+        Acquire { key: u8, id: u8 },
+        Release(u8),
+        Extend(u8),
+        TakeOver { key: u8, id: u8 },
+        Remove(u8),
+        Wait(i64),
+        Lose(u8, Loss),
+    }
+
+    fn steps() -> impl Strategy<Value = Vec<Step>> {
+        let (key, id) = (0_u8..3, 0_u8..6);
+        let loss =
+            prop_oneof![Just(Loss::Expired), Just(Loss::RowMissing), Just(Loss::TakenOver), Just(Loss::Busy)];
+        let step = prop_oneof![
+            4 => (key.clone(), id.clone()).prop_map(|(key, id)| Step::Acquire { key, id }),
+            2 => id.clone().prop_map(Step::Release),
+            2 => id.clone().prop_map(Step::Extend),
+            1 => (key.clone(), 6_u8..9).prop_map(|(key, id)| Step::TakeOver { key, id: id + 3 * key }),
+            1 => key.clone().prop_map(Step::Remove),
+            3 => (-500_i64..3000).prop_map(Step::Wait),
+            1 => (key, loss).prop_map(|(key, loss)| Step::Lose(key, loss)),
+        ];
+        prop::collection::vec(step, 1..80)
+    }
+
+    fn stored(n: u8) -> StoredKey {
+        let user = Key::new(&format!("key {n}")).unwrap();
+        let (base, fence) = user.stored(1700, 0).unwrap();
+        StoredKey { user, base, fence }
+    }
+
+    fn lock_id(n: u8) -> String {
+        format!("{n:A>22}")
+    }
+
+    proptest! {
+        #[test]
+        fn any_history_keeps_the_invariants(steps in steps()) {
+            let ttl = Ttl::new(Duration::from_secs(1)).unwrap();
+            let (mut store, mut now) = (Store::default(), 1_000_000);
+            let mut newest = BTreeMap::new();
+            for step in steps {
+                let mut granted = None;
+                match step {
+                    Step::Acquire { key, id } => {
+                        let held = store.live_by_key(&stored(key).base, now);
+                        if let Ok(AcquireResult::Acquired(grant)) =
+                            store.acquire(&stored(key), &lock_id(id), ttl, now)
+                        {
+                            match held {
+                                None => granted = Some((key, grant)),
+                                Some(row) => prop_assert_eq!(row.lock_id, grant.lock_id),
+                            }
+                        }
+                    }
+                    Step::Release(id) => {
+                        let live = store.live_by_id(&lock_id(id), now).is_some();
+                        prop_assert_eq!(store.release(&lock_id(id), now) == ReleaseOutcome::Released, live);
+                        prop_assert!(store.live_by_id(&lock_id(id), now).is_none());
+                    }
+                    Step::Extend(id) => {
+                        let live = store.live_by_id(&lock_id(id), now).is_some();
+                        let extended = store.extend(&lock_id(id), ttl, now);
+                        prop_assert_eq!(matches!(extended, ExtendOutcome::Extended { .. }), live);
+                    }
+                    Step::TakeOver { key, id } => {
+                        granted = Some((key, store.grant(&stored(key), &lock_id(id), ttl, now).unwrap()));
+                    }
+                    Step::Remove(key) => drop(store.remove(&stored(key).base)),
+                    Step::Wait(ms) => now += ms,
+                    Step::Lose(key, loss) => {
+                        let stranger = LockId::generate().unwrap();
+                        store.order_loss(OrderedLoss { loss, key: stored(key), stranger, ttl });
+                        if let Some(row) = store.live_by_key(&stored(key).base, now) {
+                            let busy = store.apply_loss(&row.lock_id, now, true);
+                            prop_assert_eq!(busy, loss == Loss::Busy);
+                            prop_assert_eq!(store.live_by_id(&row.lock_id, now).is_some(), busy);
+                        }
+                        newest.insert(key, store.counter(&stored(key).fence).unwrap_or(0));
+                    }
+                }
+                if let Some((key, grant)) = granted {
+                    prop_assert!(newest.insert(key, grant.fence.get()) < Some(grant.fence.get()));
+                }
+                prop_assert_eq!(store.ids.len(), store.rows.len());
+                for (base, row) in &store.rows {
+                    prop_assert_eq!(store.ids.get(&row.lock_id), Some(base));
+                    let counter = store.counters.get(&format!("fence:{base}")).copied();
+                    prop_assert!(counter >= Some(row.fence.get()));
+                }
+            }
         }
+    }
+
+    #[test]
+    fn a_row_of_another_id_is_never_taken_for_the_one_asked_for() {
+        let ttl = Ttl::new(Duration::from_secs(1)).unwrap();
+        let mut store = Store::default();
+        let _ = store.acquire(&stored(1), &lock_id(1), ttl, 0).unwrap();
+        // A mapping that has gone stale, as an index may be for a moment.
+        store.ids.insert(lock_id(2), stored(1).base);
+        assert_eq!(store.release(&lock_id(2), 0), ReleaseOutcome::NotHeld(Some(Reason::NotFound)));
+        assert_eq!(store.extend(&lock_id(2), ttl, 0), ExtendOutcome::NotHeld(Some(Reason::NotFound)));
+        assert!(store.live_by_id(&lock_id(2), 0).is_none());
+        assert!(store.live_by_id(&lock_id(1), 0).is_some());
     }
 }

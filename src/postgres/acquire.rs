@@ -8,8 +8,8 @@
 //!
 //! # When the answer to a commit is lost
 //!
-//! 1. The lock id was chosen before the first byte was sent, and acquire is idempotent by it: a row
-//!    that carries the id answers with its stored fence and expiry.
+//! 1. The lock id was chosen before the first byte was sent, and acquire is idempotent by it: a live
+//!    row that carries the id answers with its stored fence and expiry.
 //! 2. So a lost answer is asked for again by the same acquire, on another connection, under the same
 //!    locks, in a transaction that writes: a reader would not wait for the standby.
 //! 3. The old server process is ended first where it can be told for certain, so that its message
@@ -21,8 +21,7 @@ use std::time::{Duration, Instant};
 use crate::backend::{AcquireResult, Acquired};
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
-use crate::model::fence::{FENCE_MAX, FENCE_WARN, Fence};
-use crate::model::hash::hash_key;
+use crate::model::fence::{FENCE_MAX, Fence};
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::model::lock_id::LockId;
 use crate::model::time::{TIME_TOLERANCE_MS, Ttl, is_live};
@@ -48,7 +47,7 @@ enum Round {
         fence: Fence,
     },
     Locked,
-    /// The row carries our id already; only two messages can confirm it.
+    /// The row is live and carries our id already; only two messages can confirm it.
     Mine,
 }
 
@@ -112,7 +111,7 @@ impl<'a> Acquire<'a> {
     fn answer(&self, round: &Round) -> Result<AcquireResult> {
         match *round {
             Round::Granted { expires_at_ms, fence } => {
-                warn_of_fence(fence, self.key);
+                fence.warn_near_limit(self.key.as_str());
                 Ok(AcquireResult::Acquired(Acquired {
                     lock_id: self.lock_id.as_str().to_owned(),
                     fence,
@@ -142,7 +141,8 @@ impl<'a> Acquire<'a> {
              AND ((l.classid::int8 << 32) | l.objid::int8) = k.number AND l.pid <> pg_catalog.pg_backend_pid() LIMIT 1"
         );
         let found = backend.run_bare(Instant::now() + GRACE, cancel, |session| {
-            let answers = session.ask(&Message::new().raw(session.limits()).raw(&query))?;
+            let message = Message::new().raw(session.limits_plain()).raw(&query);
+            let answers = session.ask(&message)?;
             Ok(answers.row(0)?.map(|row| int(row, 0)).transpose()?.flatten())
         });
         match found {
@@ -176,8 +176,7 @@ impl<'a> Acquire<'a> {
     fn one_message(&self, session: &mut Session<'_>, at: &Located) -> Result<Round, Trouble> {
         let statements = &at.statements;
         let message = Message::new()
-            .raw("SET TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE")
-            .raw(session.limits())
+            .raw(session.prelude())
             .call(&statements.queue, &[Arg::Text(&self.storage_key)])
             .call(&statements.acquire, &self.grant_args());
         let answers = match session.commit(&message) {
@@ -202,8 +201,7 @@ impl<'a> Acquire<'a> {
         let (key, fence_key, lock_id) =
             (Arg::Text(&self.storage_key), Arg::Text(&self.fence_key), Arg::Text(self.lock_id.as_str()));
         let read = Message::new()
-            .raw("BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE")
-            .raw(session.limits_between())
+            .raw(session.prelude_between())
             .call(&statements.queue, &[key])
             .call(&statements.hold, &[key, fence_key, lock_id])
             .call(&statements.view, &[key, fence_key]);
@@ -271,11 +269,9 @@ fn decide(seen: &Seen, lock_id: &str) -> Step {
         if !seen.row_locked {
             return Step::Locked;
         }
-        if row.lock_id == lock_id {
-            return Step::Confirm;
-        }
+        // A dead row is a free key even if it carries our id: its grant is over.
         if is_live(row.expires_at_ms, seen.now_ms, TIME_TOLERANCE_MS) {
-            return Step::Locked;
+            return if row.lock_id == lock_id { Step::Confirm } else { Step::Locked };
         }
     }
     match seen.counter {
@@ -309,15 +305,6 @@ fn fence_exhausted() -> LockError {
     ))
 }
 
-fn warn_of_fence(fence: Fence, key: &Key) {
-    if fence.get() > FENCE_WARN {
-        log::warn!(
-            "fence {fence} of key #{} is above the warning line {FENCE_WARN}: move to a new key before {FENCE_MAX}",
-            hash_key(key.as_str())
-        );
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -326,8 +313,8 @@ mod tests {
         Seen { row: None, row_locked: false, counter: None, counter_locked: false, now_ms: 1_000_000 }
     }
 
-    fn row(lock_id: &str, expires_at_ms: i64) -> Option<Row> {
-        Some(Row { lock_id: lock_id.into(), expires_at_ms })
+    fn row(lock_id: &str, expires_at_ms: i64) -> Row {
+        Row { lock_id: lock_id.into(), expires_at_ms }
     }
 
     #[test]
@@ -345,15 +332,17 @@ mod tests {
             (1_000_000 - TIME_TOLERANCE_MS, false, Step::Locked),
             (2_000_000, true, Step::Locked),
         ] {
-            let seen = Seen { row: row("other", expires), row_locked: locked, ..seen() };
+            let seen = Seen { row: Some(row("other", expires)), row_locked: locked, ..seen() };
             assert_eq!(decide(&seen, "me"), step, "{expires} {locked}");
         }
     }
 
     #[test]
-    fn our_own_row_is_confirmed() {
-        let seen = Seen { row: row("me", 0), row_locked: true, ..seen() };
-        assert_eq!(decide(&seen, "me"), Step::Confirm);
+    fn our_own_row_is_confirmed_while_it_lives() {
+        for (expires, step) in [(2_000_000, Step::Confirm), (0, Step::Grant)] {
+            let seen = Seen { row: Some(row("me", expires)), row_locked: true, ..seen() };
+            assert_eq!(decide(&seen, "me"), step);
+        }
     }
 
     #[test]

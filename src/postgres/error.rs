@@ -110,16 +110,12 @@ pub(crate) fn is_unprepared(error: &postgres::Error) -> bool {
 
 /// An error that the driver returned for an attempt to connect.
 pub(crate) fn connect_error(error: postgres::Error) -> LockError {
-    match error.code() {
-        Some(state) => {
-            let sqlstate = state.code().to_owned();
-            server_error(&sqlstate, error)
-        }
-        None => {
-            let (code, message) = transport(&error);
-            LockError::new(code).with_message(message).with_source(error)
-        }
+    if let Some(db) = error.as_db_error() {
+        let sqlstate = sqlstate_of(db);
+        return server_error(&sqlstate, error);
     }
+    let (code, message) = transport(&error);
+    LockError::new(code).with_message(message).with_source(error)
 }
 
 /// An error that the server sent, with its code and what to do.

@@ -277,7 +277,8 @@ impl PostgresBackend {
             process.pid
         );
         let ended = self.run_bare(end, &CancelToken::never(), |session| {
-            session.ask(&Message::new().raw(session.limits()).raw(&query)).map(drop)
+            let message = Message::new().raw(session.limits_plain()).raw(&query);
+            session.ask(&message).map(drop)
         });
         if let Err(fault) = ended {
             log::debug!(

@@ -73,8 +73,8 @@ impl Source {
             Operations::Own(pool) => pool.get(end, cancel).map(Connection::Own),
             Operations::Foreign { pool, canceller } => loop {
                 cancel.check()?;
-                let left = rest(end);
-                let wait = if cancel.is_never() { left } else { left.min(SLICE) };
+                let time = rest(end);
+                let wait = if cancel.is_never() { time } else { time.min(SLICE) };
                 match pool.lend(wait) {
                     Ok(mut lent) => {
                         let memo = lent.take_memo();
@@ -84,7 +84,7 @@ impl Source {
                             canceller: canceller.clone(),
                         }));
                     }
-                    Err(error) if wait == left => break Err(error),
+                    Err(error) if wait == time => break Err(error),
                     Err(_) => {}
                 }
             },
@@ -170,7 +170,9 @@ impl Source {
             }
         }
     }
+}
 
+impl Source {
     /// How to open a connection of our own, where that is known.
     pub(crate) fn connector(&self) -> Option<&Connector> {
         match (&self.operations, &self.renewals) {

@@ -90,7 +90,8 @@ pub struct LockEvent {
     pub error: Option<ErrorCode>,
     /// How long the operation took in this process; for a renewal, the whole batch.
     pub duration: Duration,
-    /// The raw key, where `key_hash` is there and the options permit it. **Sensitive.**
+    /// The raw key, where `key_hash` is there and the options permit it; never one that is far too
+    /// long to be valid. **Sensitive.**
     pub key: Option<String>,
     /// The raw lock id, where `lock_id_hash` is there and the options permit it. **Sensitive**:
     /// whoever knows it can let go of the lock.

@@ -54,6 +54,8 @@ use crate::backend::{
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, Result};
 use crate::model::fence::Fence;
+use crate::model::hash::hash_key;
+use crate::model::key::MAX_KEY_LENGTH_BYTES;
 use crate::model::time::{Clock, Moment};
 
 pub use event::{EventResult, LockEvent, Operation, TelemetryOptions};
@@ -328,7 +330,9 @@ impl Ending {
         }
     }
 
-    /// The event, with the raw values and without their hashes: those are the queue's to compute.
+    /// The event as it waits in the queue: with the raw values, whose hashes are the queue's to
+    /// compute. Only what is too long to be a key or an id is hashed at once and not kept, so that
+    /// a full queue has a size.
     fn event(
         self,
         operation: Operation,
@@ -336,16 +340,28 @@ impl Ending {
         key: Option<String>,
         lock_id: Option<String>,
     ) -> LockEvent {
+        let ((key, key_hash), (lock_id, lock_id_hash)) = (kept(key), kept(lock_id));
         LockEvent {
             operation,
             result: self.result,
-            key_hash: None,
-            lock_id_hash: None,
+            key_hash,
+            lock_id_hash,
             reason: self.reason,
             error: self.error,
             duration,
             key,
             lock_id,
         }
+    }
+}
+
+/// The longest raw value that waits in the queue: a valid key in its longest form.
+const LONGEST_KEPT: usize = MAX_KEY_LENGTH_BYTES * 8;
+
+/// The value itself, or its hash if it is too long.
+fn kept(value: Option<String>) -> (Option<String>, Option<String>) {
+    match value {
+        Some(long) if long.len() > LONGEST_KEPT => (None, Some(hash_key(&long))),
+        value => (value, None),
     }
 }

@@ -174,8 +174,8 @@ impl Queue {
 
     /// Completes the event and hands it over; whether the callback panicked.
     fn deliver(&self, mut event: LockEvent) -> bool {
-        event.key_hash = event.key.as_deref().map(hash_key);
-        event.lock_id_hash = event.lock_id.as_deref().map(hash_key);
+        event.key_hash = event.key_hash.or_else(|| event.key.as_deref().map(hash_key));
+        event.lock_id_hash = event.lock_id_hash.or_else(|| event.lock_id.as_deref().map(hash_key));
         let raw = (event.key.take(), event.lock_id.take());
         let permitted = match &self.options.raw {
             Raw::Never => false,

@@ -120,6 +120,17 @@ impl Cluster {
 
     /// Starts the server and waits until it takes connections; the error is the server's log.
     pub fn launch(&self) -> Result<(), String> {
+        let mut result = Ok(());
+        // After a kill the other processes of the old server need a moment to notice; until then
+        // their shared memory keeps a new server from starting.
+        poll(LIMIT, || {
+            result = self.launch_once();
+            !result.as_ref().is_err_and(|log| log.contains("pre-existing shared memory block"))
+        });
+        result
+    }
+
+    fn launch_once(&self) -> Result<(), String> {
         let mut slot = self.process();
         assert!(slot.is_none(), "the server runs already");
         let log_at = self.log().len();

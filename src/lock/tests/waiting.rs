@@ -122,7 +122,7 @@ fn sections_never_overlap() {
             scope.spawn(|| {
                 for _ in 0..50 {
                     let options = LockOptions::new().wait_forever().retry_delay(ms(1));
-                    let work = |_: &crate::LockGuard| {
+                    let work = |_: &crate::lock::LockGuard| {
                         assert_eq!(inside.fetch_add(1, Ordering::SeqCst), 0);
                         thread::yield_now();
                         inside.fetch_sub(1, Ordering::SeqCst);
@@ -319,4 +319,22 @@ fn a_call_that_the_timeout_cut_short_is_the_timeout_of_the_whole() {
     });
     let error = waiter.join().unwrap().unwrap_err();
     assert_eq!(error.code(), ErrorCode::AcquisitionTimeout);
+}
+
+#[test]
+fn a_sleep_ends_at_the_timeout_by_itself() {
+    let fake = Fake::on(Clock::system());
+    fake.occupy("k", s(3600));
+    let client = client(&fake);
+    let waiters: Vec<_> = (0..2)
+        .map(|_| {
+            let client = client.clone();
+            let options = LockOptions::new().retry_delay(Duration::MAX).timeout(ms(50));
+            thread::spawn(move || client.lock_with("k", &options))
+        })
+        .collect();
+    for waiter in waiters {
+        eventually("the first waiter's and the queue's end", || waiter.is_finished());
+        assert_eq!(waiter.join().unwrap().unwrap_err().code(), ErrorCode::AcquisitionTimeout);
+    }
 }

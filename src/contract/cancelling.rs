@@ -1,0 +1,68 @@
+//! Tokens.
+
+use crate::backend::{Attempt, Lookup, ReleaseOutcome};
+use crate::cancel::CancelToken;
+use crate::contract::bench::{Bench, TTL};
+use crate::diagnostics::{
+    get_by_id_cancellable, get_by_id_raw_cancellable, get_by_key_cancellable, get_by_key_raw_cancellable,
+    owns_cancellable,
+};
+use crate::error::{ErrorCode, LockError};
+
+pub(super) fn a_fired_token_aborts_each_operation_without_effect(bench: &Bench<'_>) {
+    let parent = CancelToken::new();
+    let token = parent.child();
+    parent.cancel();
+    let (key, grant) = bench.held();
+    let (free, id) = (Bench::key(), Bench::id());
+    let (backend, deadline) = (&*bench.backend, bench.deadline());
+    let before = bench.raw(&key);
+    let attempt = Attempt { key: &free, lock_id: &id, ttl: TTL, deadline };
+    let errors: [LockError; 14] = [
+        backend.acquire(&free, TTL, &token).unwrap_err(),
+        backend.attempt(&attempt, &token).unwrap_err(),
+        backend.release(&grant.lock_id, &token).unwrap_err(),
+        backend.extend(&grant.lock_id, TTL * 2, &token).unwrap_err(),
+        backend.extend_by(&grant.lock_id, TTL * 2, deadline, &token).unwrap_err(),
+        backend.is_locked(&key, &token).unwrap_err(),
+        backend.peek(&key, deadline, &token).unwrap_err(),
+        backend.lookup(Lookup::Key(&key), &token).unwrap_err(),
+        backend.lookup(Lookup::LockId(&grant.lock_id), &token).unwrap_err(),
+        get_by_key_cancellable(backend, &key, &token).unwrap_err(),
+        get_by_id_cancellable(backend, &grant.lock_id, &token).unwrap_err(),
+        get_by_key_raw_cancellable(backend, &key, &token).unwrap_err(),
+        get_by_id_raw_cancellable(backend, &grant.lock_id, &token).unwrap_err(),
+        owns_cancellable(backend, &grant.lock_id, &token).unwrap_err(),
+    ];
+    for error in errors {
+        assert_eq!((error.code(), error.is_outcome_unknown()), (ErrorCode::Aborted, false));
+        assert_eq!(error.to_string(), "Operation aborted by signal");
+    }
+    assert_eq!(bench.raw(&key), before);
+    assert!(!bench.harness.has_row(&free));
+    assert_eq!(bench.counter(&free), 0);
+}
+
+pub(super) fn a_token_that_has_not_fired_changes_nothing(bench: &Bench<'_>) {
+    let token = CancelToken::new();
+    let key = Bench::key();
+    let backend = &bench.backend;
+    let grant = backend.acquire(&key, TTL, &token).unwrap().acquired().unwrap();
+    assert!(backend.acquire(&key, TTL, &token).unwrap().acquired().is_none());
+    assert!(backend.is_locked(&key, &token).unwrap());
+    let found = backend.lookup(Lookup::Key(&key), &token).unwrap().unwrap();
+    assert_eq!(found.fence, grant.fence);
+    let _ = backend.extend(&grant.lock_id, TTL * 2, &token).unwrap();
+    assert_eq!(backend.release(&grant.lock_id, &token).unwrap(), ReleaseOutcome::Released);
+    token.cancel();
+    assert_eq!(backend.is_locked(&key, &token).unwrap_err().code(), ErrorCode::Aborted);
+}
+
+pub(super) fn the_release_of_guards_is_not_cancelled(bench: &Bench<'_>) {
+    let token = CancelToken::new();
+    let key = Bench::key();
+    let grant = bench.backend.acquire(&key, TTL, &token).unwrap().acquired().unwrap();
+    token.cancel();
+    assert_eq!(bench.backend.release_by(&grant.lock_id, bench.deadline()).unwrap(), ReleaseOutcome::Released);
+    assert!(!bench.is_locked(&key));
+}

@@ -1,0 +1,240 @@
+//! The contract of a [`LockBackend`], as tests that any backend can be put through.
+//!
+//! For people who write a backend. It needs the feature `test-util`:
+//!
+//! ```toml
+//! [dev-dependencies]
+//! syncguard = { version = "0.1", features = ["test-util"] }
+//! ```
+//!
+//! Write a [`Harness`] that opens the store under test and reaches behind the port where the suite
+//! must, and let [`contract_tests!`](crate::contract_tests) make one `#[test]` of each case:
+//!
+//! ```
+//! use std::sync::Arc;
+//! use syncguard::contract::Harness;
+//! use syncguard::{LockBackend, MemoryBackend};
+//!
+//! struct Memory(MemoryBackend);
+//!
+//! impl Harness for Memory {
+//!     fn backend(&self) -> Arc<dyn LockBackend> {
+//!         Arc::new(self.0.clone())
+//!     }
+//!     fn now_ms(&self) -> i64 {
+//!         self.0.server_time()
+//!     }
+//!     fn age(&self, key: &str, past_expiry_ms: i64) {
+//!         assert!(self.0.age(key, past_expiry_ms).unwrap());
+//!     }
+//!     fn has_row(&self, key: &str) -> bool {
+//!         self.0.has_row(key)
+//!     }
+//!     fn remove_row(&self, key: &str) {
+//!         self.0.remove(key).unwrap();
+//!     }
+//!     fn counter(&self, key: &str) -> Option<u64> {
+//!         self.0.counter(key)
+//!     }
+//!     fn set_counter(&self, key: &str, value: u64) {
+//!         self.0.set_counter(key, value).unwrap();
+//!     }
+//! }
+//!
+//! mod memory {
+//!     syncguard::contract_tests!(super::Memory(syncguard::MemoryBackend::manual()));
+//! }
+//! # syncguard::contract::run_all(&Memory(MemoryBackend::manual()));
+//! ```
+//!
+//! Each case uses keys of its own (the hooks get plain ASCII), so cases may run at once, and on a
+//! store that others use. They leave rows and counters behind, and they count on an authority's
+//! clock that is not turned meanwhile; a call should take well under half a second.
+
+// A failed case panics, as any test does.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+#![allow(clippy::string_slice, reason = "lock ids and test keys are ASCII")]
+
+mod bench;
+mod cancelling;
+mod fences;
+mod keys;
+mod ownership;
+mod racing;
+mod reading;
+mod renewals;
+mod times;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use crate::backend::LockBackend;
+
+use bench::Bench;
+
+/// The store under test, and what the suite does to it behind the port.
+pub trait Harness: Send + Sync {
+    /// A client of the store. All clients of one harness share the store.
+    fn backend(&self) -> Arc<dyn LockBackend>;
+
+    /// The time of the clock that decides liveness, in Unix milliseconds.
+    fn now_ms(&self) -> i64;
+
+    /// Sets the stored expiry of the key's row to so many milliseconds ago. The row is there.
+    fn age(&self, key: &str, past_expiry_ms: i64);
+
+    /// Whether the key has a row, live or not.
+    fn has_row(&self, key: &str) -> bool;
+
+    /// Deletes the key's row, as an operator would.
+    fn remove_row(&self, key: &str);
+
+    /// The key's fence counter.
+    fn counter(&self, key: &str) -> Option<u64>;
+
+    /// Sets the key's fence counter, which may not exist yet. Values fit `i64`.
+    fn set_counter(&self, key: &str, value: u64);
+
+    /// The same kind of store with stored keys of at most so many bytes, so that long keys are
+    /// stored under their digest. `None` skips the case that needs it.
+    fn with_storage_limit(&self, bytes: usize) -> Option<Box<dyn Harness>> {
+        let _ = bytes;
+        None
+    }
+}
+
+/// One case of the contract.
+#[derive(Clone, Copy)]
+pub struct Case {
+    name: &'static str,
+    body: fn(&Bench<'_>),
+}
+
+impl Case {
+    /// What is checked, as a name for a test.
+    #[must_use]
+    pub const fn name(&self) -> &'static str {
+        self.name
+    }
+
+    /// Checks it.
+    ///
+    /// # Panics
+    ///
+    /// If the backend does not fulfil it.
+    pub fn run(&self, harness: &dyn Harness) {
+        (self.body)(&Bench::new(harness));
+    }
+}
+
+impl std::fmt::Debug for Case {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Case").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+/// Runs one case by its name. What [`contract_tests!`](crate::contract_tests) calls.
+///
+/// # Panics
+///
+/// If the backend does not fulfil it, or there is no such case.
+pub fn run(name: &str, harness: &dyn Harness) {
+    CASES.iter().find(|case| case.name == name).expect("a case of the contract").run(harness);
+}
+
+/// Runs every case, and reports all that failed at the end.
+///
+/// # Panics
+///
+/// If one of them did.
+pub fn run_all(harness: &dyn Harness) {
+    let failed: Vec<&str> = CASES
+        .iter()
+        .filter(|case| catch_unwind(AssertUnwindSafe(|| case.run(harness))).is_err())
+        .map(Case::name)
+        .collect();
+    assert!(failed.is_empty(), "the backend breaks its contract: {failed:?}");
+}
+
+macro_rules! cases {
+    ($d:tt $($module:ident::$case:ident,)*) => {
+        /// All cases.
+        pub const CASES: &[Case] = &[$(Case { name: stringify!($case), body: $module::$case },)*];
+
+        /// Makes one `#[test]` of each case of the [contract](crate::contract). The argument makes
+        /// a harness; it is evaluated once per test. Needs the feature `test-util`.
+        #[macro_export]
+        macro_rules! contract_tests {
+            ($d harness:expr) => {
+                $(
+                    #[test]
+                    fn $case() {
+                        $crate::contract::run(stringify!($case), &$d harness);
+                    }
+                )*
+            };
+        }
+    };
+}
+
+cases! { $
+    keys::capabilities_are_the_same_before_and_after_operations,
+    keys::canonically_equal_keys_are_one_lock,
+    keys::keys_are_measured_in_bytes_of_their_normal_form,
+    keys::what_cannot_be_a_key_is_refused_everywhere,
+    keys::keys_with_hostile_characters_are_ordinary_keys,
+    keys::keys_that_look_alike_are_different_locks,
+    keys::lock_ids_of_the_wrong_form_are_refused_everywhere,
+    keys::hashed_storage_keys_lead_to_the_right_lock,
+    times::a_lease_is_live_until_the_tolerance_is_over,
+    times::a_lease_is_dead_after_the_tolerance,
+    times::expiry_is_the_authority_s_time_plus_the_ttl,
+    times::the_expiry_that_is_returned_is_the_one_that_is_stored,
+    times::a_ttl_that_is_too_short_or_too_long_is_refused_and_changes_nothing,
+    times::the_shortest_and_the_longest_ttl_are_accepted,
+    times::a_deadline_that_is_over_ends_each_call_without_effect,
+    fences::the_first_fence_of_a_key_is_one_and_each_grant_adds_one,
+    fences::counters_of_different_keys_are_independent,
+    fences::fences_survive_release_expiry_and_removal,
+    fences::contended_acquires_do_not_advance_the_counter,
+    fences::a_counter_above_the_warning_still_grants,
+    fences::the_last_fence_is_granted_and_then_nothing_more,
+    fences::a_counter_at_or_beyond_its_limit_changes_nothing,
+    ownership::a_held_key_is_an_ordinary_answer,
+    ownership::each_grant_has_a_fresh_well_formed_id,
+    ownership::the_id_alone_is_enough_for_another_client,
+    ownership::an_expired_lease_is_replaced_and_its_id_forgotten,
+    ownership::the_same_attempt_again_answers_with_its_first_grant,
+    ownership::an_attempt_never_takes_what_another_id_holds,
+    ownership::a_repeated_attempt_never_answers_with_a_dead_lease,
+    ownership::an_id_in_use_for_another_key_is_an_error_without_effect,
+    ownership::release_works_once,
+    ownership::a_late_release_spares_the_next_owner,
+    ownership::a_refused_release_leaves_the_row_and_the_counter,
+    ownership::extend_replaces_the_rest_of_the_ttl,
+    ownership::extend_changes_only_the_expiry,
+    ownership::extend_revives_and_creates_nothing,
+    ownership::unknown_ids_are_harmless,
+    renewals::live_leases_are_renewed,
+    renewals::lost_leases_say_how_they_were_lost,
+    renewals::each_lease_of_a_batch_has_its_own_outcome_in_order,
+    renewals::an_empty_batch_is_nothing,
+    renewals::guards_calls_answer_like_the_plain_operations,
+    reading::is_locked_follows_the_lease,
+    reading::reading_changes_nothing,
+    reading::lookup_by_key_and_by_id_find_the_same,
+    reading::lookup_never_shows_raw_values,
+    reading::expired_missing_and_released_leases_look_the_same,
+    reading::raw_lookup_shows_the_normal_key_and_the_id,
+    reading::the_helpers_agree_with_lookup,
+    cancelling::a_fired_token_aborts_each_operation_without_effect,
+    cancelling::a_token_that_has_not_fired_changes_nothing,
+    cancelling::the_release_of_guards_is_not_cancelled,
+    racing::one_of_many_takes_a_free_key,
+    racing::one_of_many_takes_an_expired_key,
+    racing::one_of_many_releases_succeeds,
+    racing::one_attempt_made_many_times_at_once_is_one_grant,
+    racing::an_extend_and_a_take_over_never_both_succeed,
+    racing::fences_are_handed_out_once_and_in_the_order_of_the_grants,
+    racing::lookups_never_mix_two_owners,
+}

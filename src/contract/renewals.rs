@@ -1,0 +1,96 @@
+//! What guards ask for: batches of renewals, and calls with a deadline.
+
+use std::time::Duration;
+
+use crate::backend::{ExtendOutcome, LostReason, ReleaseOutcome, RenewOutcome, Renewal};
+use crate::cancel::CancelToken;
+use crate::contract::bench::{Bench, LONG_EXPIRED_MS, TTL};
+use crate::error::{ErrorCode, Result};
+
+fn renew(bench: &Bench<'_>, leases: &[(&str, &str)], ttl: Duration) -> Vec<Result<RenewOutcome>> {
+    let leases: Vec<_> = leases.iter().map(|(key, lock_id)| Renewal { key, lock_id, ttl }).collect();
+    bench.backend.renew(&leases, bench.deadline())
+}
+
+pub(super) fn live_leases_are_renewed(bench: &Bench<'_>) {
+    let held: Vec<_> = (0..10).map(|_| bench.held()).collect();
+    let leases: Vec<_> = held.iter().map(|(key, grant)| (key.as_str(), grant.lock_id.as_str())).collect();
+    let before = bench.harness.now_ms();
+    let outcomes = renew(bench, &leases, TTL * 2);
+    let after = bench.harness.now_ms();
+    assert_eq!(outcomes.len(), leases.len());
+    for ((key, grant), outcome) in held.iter().zip(outcomes) {
+        let info = bench.raw(key).unwrap();
+        assert_eq!(outcome.unwrap(), RenewOutcome::Renewed { expires_at_ms: info.expires_at_ms });
+        assert!((before + 60_000..=after + 60_000).contains(&info.expires_at_ms));
+        assert_eq!((info.lock_id, info.fence), (grant.lock_id.clone(), grant.fence));
+        assert_eq!(bench.counter(key), 1);
+    }
+}
+
+pub(super) fn lost_leases_say_how_they_were_lost(bench: &Bench<'_>) {
+    let (expired, grant) = bench.held();
+    bench.harness.age(&expired, LONG_EXPIRED_MS);
+    let outcome = renew(bench, &[(&expired, &grant.lock_id)], TTL).remove(0).unwrap();
+    assert_eq!(outcome, RenewOutcome::Lost(LostReason::Expired));
+
+    let newer = bench.acquire(&expired);
+    let outcome = renew(bench, &[(&expired, &grant.lock_id)], TTL).remove(0).unwrap();
+    assert_eq!(outcome, RenewOutcome::Lost(LostReason::TakenOver { fence: newer.fence }));
+    assert_eq!(bench.by_id(&newer.lock_id).unwrap().expires_at_ms, newer.expires_at_ms);
+
+    let (removed, grant) = bench.held();
+    bench.harness.remove_row(&removed);
+    let outcome = renew(bench, &[(&removed, &grant.lock_id)], TTL).remove(0).unwrap();
+    assert_eq!(outcome, RenewOutcome::Lost(LostReason::RowMissing));
+    assert!(!bench.harness.has_row(&removed), "a renewal creates nothing");
+
+    let (released, grant) = bench.held();
+    assert!(bench.release(&grant.lock_id));
+    let outcome = renew(bench, &[(&released, &grant.lock_id)], TTL).remove(0).unwrap();
+    assert_eq!(outcome, RenewOutcome::Lost(LostReason::RowMissing));
+}
+
+pub(super) fn each_lease_of_a_batch_has_its_own_outcome_in_order(bench: &Bench<'_>) {
+    let (live, first) = bench.held();
+    let (dead, second) = bench.held();
+    let (also_live, third) = bench.held();
+    bench.harness.age(&dead, LONG_EXPIRED_MS);
+    let (unknown_key, unknown_id) = (Bench::key(), Bench::id());
+    let leases = [
+        (unknown_key.as_str(), unknown_id.as_str()),
+        (live.as_str(), first.lock_id.as_str()),
+        (live.as_str(), "not an id"),
+        (dead.as_str(), second.lock_id.as_str()),
+        (also_live.as_str(), third.lock_id.as_str()),
+    ];
+    let outcomes = renew(bench, &leases, TTL);
+    assert_eq!(outcomes.len(), leases.len());
+    assert_eq!(outcomes[0].as_ref().unwrap(), &RenewOutcome::Lost(LostReason::RowMissing));
+    assert!(matches!(outcomes[1].as_ref().unwrap(), RenewOutcome::Renewed { .. }));
+    assert_eq!(outcomes[2].as_ref().unwrap_err().code(), ErrorCode::InvalidArgument);
+    assert_eq!(outcomes[3].as_ref().unwrap(), &RenewOutcome::Lost(LostReason::Expired));
+    assert!(matches!(outcomes[4].as_ref().unwrap(), RenewOutcome::Renewed { .. }));
+}
+
+pub(super) fn an_empty_batch_is_nothing(bench: &Bench<'_>) {
+    assert!(renew(bench, &[], TTL).is_empty());
+}
+
+pub(super) fn guards_calls_answer_like_the_plain_operations(bench: &Bench<'_>) {
+    let never = CancelToken::never();
+    bench.backend.reserve_renewals().unwrap();
+    bench.backend.reserve_renewals().unwrap();
+    assert!(!bench.backend.operation_timeout().is_zero());
+    let (key, grant) = bench.held();
+    let deadline = bench.deadline();
+    assert!(bench.backend.peek(&key, deadline, &never).unwrap());
+    let extended = bench.backend.extend_by(&grant.lock_id, TTL * 2, deadline, &never).unwrap();
+    let expires_at_ms = bench.by_key(&key).unwrap().expires_at_ms;
+    assert_eq!(extended, ExtendOutcome::Extended { expires_at_ms });
+    assert_eq!(bench.backend.release_by(&grant.lock_id, deadline).unwrap(), ReleaseOutcome::Released);
+    assert!(!bench.backend.peek(&key, deadline, &never).unwrap());
+    assert_ne!(bench.backend.release_by(&grant.lock_id, deadline).unwrap(), ReleaseOutcome::Released);
+    let refused = bench.backend.extend_by(&grant.lock_id, TTL, deadline, &never).unwrap();
+    assert!(matches!(refused, ExtendOutcome::NotHeld(_)));
+}

@@ -1,0 +1,484 @@
+//! The decorator: what it reports, and that nothing a callback does reaches an operation.
+
+// A test that fails panics.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Barrier, Condvar, Mutex, Weak};
+use std::time::{Duration, Instant};
+
+use syncguard::backend::{Attempt, LockBackend, Lookup, Renewal};
+use syncguard::memory::{Call, Fault, Loss};
+use syncguard::{
+    AcquireResult, CancelToken, ErrorCode, EventResult, LockEvent, MemoryBackend, Operation, Reason,
+    Telemetry, TelemetryOptions, hash_key, with_telemetry,
+};
+
+const TTL: Duration = Duration::from_secs(30);
+const LIMIT: Duration = Duration::from_secs(30);
+const UNKNOWN_ID: &str = "AAAAAAAAAAAAAAAAAAAAAA";
+
+fn never() -> CancelToken {
+    CancelToken::never()
+}
+
+/// A decorated backend and the events that come out of it.
+fn watched(
+    change: impl FnOnce(TelemetryOptions) -> TelemetryOptions,
+) -> (Telemetry<MemoryBackend>, Receiver<LockEvent>) {
+    let (sender, receiver) = channel();
+    let options = TelemetryOptions::new(move |event| drop(sender.send(event.clone())));
+    (with_telemetry(MemoryBackend::manual(), change(options)), receiver)
+}
+
+fn next(events: &Receiver<LockEvent>) -> LockEvent {
+    events.recv_timeout(LIMIT).expect("an event")
+}
+
+fn acquire(backend: &impl LockBackend, key: &str) -> String {
+    backend.acquire(key, TTL, &never()).unwrap().acquired().expect("the key is free").lock_id
+}
+
+fn outcome(event: &LockEvent) -> (Operation, EventResult, Option<Reason>, Option<ErrorCode>) {
+    (event.operation, event.result, event.reason, event.error)
+}
+
+/// A door that a test opens for the callback.
+#[derive(Default)]
+struct Door(Mutex<bool>, Condvar);
+
+impl Door {
+    fn open(&self) {
+        *self.0.lock().unwrap() = true;
+        self.1.notify_all();
+    }
+
+    fn pass(&self) {
+        drop(self.1.wait_while(self.0.lock().unwrap(), |open| !*open).unwrap());
+    }
+}
+
+fn wait_until(what: &str, condition: impl Fn() -> bool) {
+    let end = Instant::now() + LIMIT;
+    while !condition() {
+        assert!(Instant::now() < end, "{what}");
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn the_names_are_those_of_every_client() {
+    let operations =
+        [Operation::Acquire, Operation::Release, Operation::Extend, Operation::IsLocked, Operation::Lookup];
+    assert_eq!(operations.map(Operation::as_str), ["acquire", "release", "extend", "isLocked", "lookup"]);
+    assert_eq!([EventResult::Ok, EventResult::Fail].map(EventResult::as_str), ["ok", "fail"]);
+    let reasons = [Reason::Locked, Reason::Expired, Reason::NotFound];
+    assert_eq!(reasons.map(Reason::as_str), ["locked", "expired", "not-found"]);
+}
+
+#[test]
+fn each_operation_is_reported_with_its_outcome() {
+    use EventResult::{Fail, Ok};
+    let (backend, events) = watched(|options| options);
+    let expect = |operation, result, reason| {
+        assert_eq!(outcome(&next(&events)), (operation, result, reason, None));
+    };
+
+    assert!(!backend.is_locked("k", &never()).unwrap());
+    expect(Operation::IsLocked, Fail, None);
+    let id = acquire(&backend, "k");
+    expect(Operation::Acquire, Ok, None);
+    assert_eq!(backend.acquire("k", TTL, &never()).unwrap(), AcquireResult::Locked);
+    expect(Operation::Acquire, Fail, Some(Reason::Locked));
+    assert!(backend.is_locked("k", &never()).unwrap());
+    expect(Operation::IsLocked, Ok, None);
+    assert!(backend.lookup(Lookup::Key("k"), &never()).unwrap().is_some());
+    expect(Operation::Lookup, Ok, None);
+    assert!(backend.lookup(Lookup::LockId(UNKNOWN_ID), &never()).unwrap().is_none());
+    expect(Operation::Lookup, Fail, None);
+    let _ = backend.extend(&id, TTL, &never()).unwrap();
+    expect(Operation::Extend, Ok, None);
+    backend.inner().age("k", 1500).unwrap();
+    let _ = backend.extend(&id, TTL, &never()).unwrap();
+    expect(Operation::Extend, Fail, Some(Reason::Expired));
+    let _ = backend.release(&id, &never()).unwrap();
+    expect(Operation::Release, Fail, Some(Reason::Expired));
+    let _ = backend.release(UNKNOWN_ID, &never()).unwrap();
+    expect(Operation::Release, Fail, Some(Reason::NotFound));
+    let _ = backend.extend(UNKNOWN_ID, TTL, &never()).unwrap();
+    expect(Operation::Extend, Fail, Some(Reason::NotFound));
+    let id = acquire(&backend, "k");
+    expect(Operation::Acquire, Ok, None);
+    let _ = backend.release(&id, &never()).unwrap();
+    expect(Operation::Release, Ok, None);
+}
+
+#[test]
+fn the_calls_of_guards_are_reported_like_the_operations_they_stand_for() {
+    let (backend, events) = watched(|options| options);
+    let deadline = backend.clock().now().after(TTL);
+    let id = "BBBBBBBBBBBBBBBBBBBBBB";
+    let attempt = Attempt { key: "k", lock_id: id, ttl: TTL, deadline };
+    let _ = backend.attempt(&attempt, &never()).unwrap();
+    assert_eq!(next(&events).operation, Operation::Acquire);
+
+    let leases = [
+        Renewal { key: "k", lock_id: id, ttl: TTL },
+        Renewal { key: "gone", lock_id: UNKNOWN_ID, ttl: TTL },
+        Renewal { key: "bad", lock_id: "no id", ttl: TTL },
+    ];
+    assert_eq!(backend.renew(&leases, deadline).len(), 3);
+    let renewed = next(&events);
+    assert_eq!(outcome(&renewed), (Operation::Extend, EventResult::Ok, None, None));
+    assert_eq!((renewed.key_hash, renewed.lock_id_hash), (Some(hash_key("k")), Some(hash_key(id))));
+    let missing = next(&events);
+    assert_eq!(outcome(&missing), (Operation::Extend, EventResult::Fail, Some(Reason::NotFound), None));
+    assert_eq!(next(&events).error, Some(ErrorCode::InvalidArgument));
+    backend.inner().lose_on_next_renewal("k", Loss::Busy).unwrap();
+    let _ = backend.renew(&leases[..1], deadline);
+    assert_eq!(outcome(&next(&events)), (Operation::Extend, EventResult::Fail, None, None));
+
+    assert!(backend.peek("k", deadline, &never()).unwrap(), "and reports nothing");
+    let _ = backend.extend_by(id, TTL, deadline, &never()).unwrap();
+    assert_eq!(next(&events).operation, Operation::Extend);
+    assert!(backend.lookup_raw(Lookup::Key("k"), &never()).unwrap().is_some());
+    assert_eq!(next(&events).operation, Operation::Lookup);
+    let _ = backend.release_by(id, deadline).unwrap();
+    assert_eq!(next(&events).operation, Operation::Release);
+    assert!(backend.flush(LIMIT));
+    assert!(events.try_recv().is_err(), "nothing else was reported");
+}
+
+#[test]
+fn an_error_is_a_failure_without_reason_and_with_its_code() {
+    let (backend, events) = watched(|options| options);
+    backend.inner().fail_all(ErrorCode::ServiceUnavailable);
+    let codes = [
+        backend.acquire("k", TTL, &never()).unwrap_err().code(),
+        backend.release(UNKNOWN_ID, &never()).unwrap_err().code(),
+        backend.extend(UNKNOWN_ID, TTL, &never()).unwrap_err().code(),
+        backend.is_locked("k", &never()).unwrap_err().code(),
+        backend.lookup(Lookup::Key("k"), &never()).unwrap_err().code(),
+    ];
+    for code in codes {
+        let event = next(&events);
+        assert_eq!((event.result, event.reason, event.error), (EventResult::Fail, None, Some(code)));
+    }
+    backend.inner().heal();
+    backend.inner().fail_next(Call::Acquire, Fault::lost_answer(ErrorCode::NetworkTimeout));
+    assert!(backend.acquire("k", TTL, &never()).unwrap_err().is_outcome_unknown());
+    assert_eq!(next(&events).error, Some(ErrorCode::NetworkTimeout));
+}
+
+#[test]
+fn events_carry_hashes_and_no_raw_values() {
+    let (backend, events) = watched(|options| options);
+    let id = acquire(&backend, "MARKER");
+    let _ = backend.release(&id, &never()).unwrap();
+    let (taken, released) = (next(&events), next(&events));
+    assert_eq!(taken.key_hash.as_deref(), Some(hash_key("MARKER").as_str()));
+    assert_eq!(taken.lock_id_hash, released.lock_id_hash, "so that the two can be matched");
+    assert_eq!(released.lock_id_hash.as_deref(), Some(hash_key(&id).as_str()));
+    assert_eq!(released.key_hash, None);
+    for event in [taken, released] {
+        assert_eq!((&event.key, &event.lock_id), (&None, &None));
+        assert!(!format!("{event:?}").contains("MARKER"));
+    }
+}
+
+#[test]
+fn raw_values_appear_only_where_the_options_permit_and_never_in_debug() {
+    let (backend, events) = watched(|options| options.include_raw(true));
+    let id = acquire(&backend, "MARKER");
+    let event = next(&events);
+    assert_eq!((event.key.as_deref(), event.lock_id.as_deref()), (Some("MARKER"), Some(id.as_str())));
+    let text = format!("{event:?}");
+    assert!(!text.contains("MARKER") && !text.contains(&id), "{text}");
+
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let record = Arc::clone(&seen);
+    let (backend, events) = watched(move |options| {
+        options.include_raw_if(move |event| {
+            record.lock().unwrap().push((event.key.clone(), event.key_hash.clone()));
+            assert!(event.operation != Operation::Release, "a panic means no");
+            event.operation == Operation::Acquire
+        })
+    });
+    let id = acquire(&backend, "k");
+    assert!(next(&events).key.is_some());
+    let _ = backend.is_locked("k", &never()).unwrap();
+    assert!(next(&events).key.is_none());
+    let _ = backend.release(&id, &never()).unwrap();
+    assert!(next(&events).lock_id.is_none());
+    assert_eq!(backend.panics(), 0, "a panic of the predicate is not one of the callback");
+    assert_eq!(seen.lock().unwrap()[0], (None, Some(hash_key("k"))), "it sees the event without raw values");
+}
+
+#[test]
+fn what_is_too_long_to_be_a_key_is_not_kept_but_hashed() {
+    let (backend, events) = watched(|options| options.include_raw(true));
+    let (valid, huge) = ("k".repeat(512), "k".repeat(1_000_000));
+    assert!(backend.is_locked(&huge, &never()).is_err());
+    assert!(backend.release(&huge, &never()).is_err());
+    assert!(backend.is_locked(&valid, &never()).is_ok());
+    let event = next(&events);
+    assert_eq!((event.key, event.key_hash), (None, Some(hash_key(&huge))));
+    let event = next(&events);
+    assert_eq!((event.lock_id, event.lock_id_hash), (None, Some(hash_key(&huge))));
+    assert_eq!(next(&events).key, Some(valid));
+}
+
+#[test]
+fn a_callback_that_hangs_delays_nothing_and_what_does_not_fit_is_dropped() {
+    let door = Arc::new(Door::default());
+    let inside = Arc::clone(&door);
+    let options = TelemetryOptions::new(move |_| inside.pass()).queue_capacity(4);
+    let backend = with_telemetry(MemoryBackend::manual(), options);
+    for _ in 0..100 {
+        assert!(!backend.is_locked("k", &never()).unwrap());
+    }
+    // One may be in the callback's hands beside the four that wait.
+    assert!((95..=96).contains(&backend.dropped()), "{}", backend.dropped());
+    assert!(!backend.flush(Duration::from_millis(1)), "what waits has not been delivered");
+    door.open();
+    assert!(backend.flush(LIMIT));
+    assert_eq!(backend.delivered() + backend.dropped(), 100);
+}
+
+#[test]
+fn a_flush_does_not_count_events_that_were_refused_later() {
+    let door = Arc::new(Door::default());
+    let (entered, arrived) = channel();
+    let inside = Arc::clone(&door);
+    let options = TelemetryOptions::new(move |_| {
+        let _ = entered.send(());
+        inside.pass();
+    });
+    let backend = with_telemetry(MemoryBackend::manual(), options.queue_capacity(1));
+    let look = || assert!(!backend.is_locked("k", &never()).unwrap());
+    look();
+    arrived.recv_timeout(LIMIT).unwrap();
+    look();
+    std::thread::scope(|scope| {
+        let flush = scope.spawn(|| backend.flush(Duration::from_millis(200)));
+        for _ in 0..50 {
+            look();
+        }
+        assert!(!flush.join().unwrap(), "two events are not delivered, however many are dropped");
+    });
+    door.open();
+    assert!(backend.flush(LIMIT));
+    assert_eq!((backend.delivered(), backend.dropped()), (2, 50));
+}
+
+/// Panics again when it is dropped, as a hostile payload might.
+struct Bomb;
+
+impl Drop for Bomb {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            std::panic::panic_any("a second panic");
+        }
+    }
+}
+
+#[test]
+fn a_callback_that_panics_fails_nothing_and_is_called_again() {
+    let calls = Arc::new(AtomicU64::new(0));
+    let counter = Arc::clone(&calls);
+    let options = TelemetryOptions::new(move |_| {
+        if counter.fetch_add(1, Ordering::SeqCst).is_multiple_of(2) {
+            std::panic::panic_any(Bomb);
+        }
+        panic!("the callback panics on every event");
+    });
+    let backend = with_telemetry(MemoryBackend::manual(), options);
+    for n in 1..=10 {
+        let id = acquire(&backend, "k");
+        assert_eq!(backend.inner().counter("k"), Some(n));
+        assert_eq!(backend.release(&id, &never()).unwrap(), syncguard::ReleaseOutcome::Released);
+    }
+    assert!(backend.flush(LIMIT));
+    assert_eq!((backend.panics(), calls.load(Ordering::SeqCst)), (20, 20));
+}
+
+#[test]
+fn a_callback_may_use_the_backend_it_reports() {
+    let slot: Arc<Mutex<Weak<Telemetry<MemoryBackend>>>> = Arc::default();
+    let inside = Arc::clone(&slot);
+    let options = TelemetryOptions::new(move |event| {
+        let backend = inside.lock().unwrap().upgrade();
+        if let (Operation::Acquire, Some(backend)) = (event.operation, backend) {
+            assert!(backend.is_locked("k", &CancelToken::never()).unwrap());
+            assert!(!backend.flush(LIMIT), "a callback cannot wait for itself");
+        }
+    });
+    let backend = Arc::new(with_telemetry(MemoryBackend::manual(), options));
+    *slot.lock().unwrap() = Arc::downgrade(&backend);
+    let _id = acquire(&backend, "k");
+    wait_until("both events", || backend.delivered() == 2);
+    assert_eq!(backend.panics(), 0);
+}
+
+#[test]
+fn a_callback_may_drop_the_last_handle() {
+    let slot: Arc<Mutex<Option<Telemetry<MemoryBackend>>>> = Arc::default();
+    let (inside, done) = (Arc::clone(&slot), Arc::new(AtomicU64::new(0)));
+    let (counter, door) = (Arc::clone(&done), Arc::new(Door::default()));
+    let gate = Arc::clone(&door);
+    let options = TelemetryOptions::new(move |_| {
+        gate.pass();
+        drop(inside.lock().unwrap().take());
+        counter.fetch_add(1, Ordering::SeqCst);
+    });
+    let backend = with_telemetry(MemoryBackend::manual(), options.flush_timeout(LIMIT * 100));
+    for _ in 0..5 {
+        let _ = backend.is_locked("k", &never()).unwrap();
+    }
+    *slot.lock().unwrap() = Some(backend);
+    door.open();
+    wait_until("what was queued is still delivered", || done.load(Ordering::SeqCst) == 5);
+    // The callback, and with it the thread that owned it, are gone.
+    wait_until("the thread ends", || Arc::strong_count(&done) == 1);
+}
+
+#[test]
+fn the_drop_of_the_last_handle_delivers_what_waits_and_ends_the_thread() {
+    let done = Arc::new(AtomicU64::new(0));
+    let counter = Arc::clone(&done);
+    let options = TelemetryOptions::new(move |_| {
+        counter.fetch_add(1, Ordering::SeqCst);
+    });
+    let backend = with_telemetry(MemoryBackend::manual(), options.flush_timeout(LIMIT));
+    let clone = backend.clone();
+    for _ in 0..1000 {
+        let _ = backend.is_locked("k", &never()).unwrap();
+    }
+    drop(backend);
+    let _ = clone.is_locked("k", &never()).unwrap();
+    drop(clone);
+    assert_eq!(done.load(Ordering::SeqCst), 1001);
+    assert_eq!(Arc::strong_count(&done), 1, "the thread has been joined");
+}
+
+#[test]
+fn the_drop_of_the_last_handle_does_not_wait_for_a_callback_that_hangs() {
+    let (door, calls) = (Arc::new(Door::default()), Arc::new(AtomicU64::new(0)));
+    let (inside, counter) = (Arc::clone(&door), Arc::clone(&calls));
+    let options = TelemetryOptions::new(move |_| {
+        counter.fetch_add(1, Ordering::SeqCst);
+        inside.pass();
+    });
+    let backend = with_telemetry(MemoryBackend::manual(), options.flush_timeout(Duration::from_millis(20)));
+    for _ in 0..10 {
+        let _ = backend.is_locked("k", &never()).unwrap();
+    }
+    wait_until("the callback hangs", || calls.load(Ordering::SeqCst) == 1);
+    drop(backend); // Would never return if it waited.
+    door.open();
+    wait_until("the thread ends", || Arc::strong_count(&calls) == 1);
+    assert_eq!(calls.load(Ordering::SeqCst), 1, "what was given up is not delivered late");
+}
+
+#[test]
+fn no_thread_is_started_before_the_first_event() {
+    let marker = Arc::new(());
+    let inside = Arc::clone(&marker);
+    let options = TelemetryOptions::new(move |_| {
+        let _ = &inside;
+    });
+    let backend = with_telemetry(MemoryBackend::manual(), options);
+    let _ = backend.peek("k", backend.clock().now().after(TTL), &never()).unwrap();
+    assert!(backend.flush(Duration::ZERO), "there is nothing to wait for");
+    drop(backend);
+    assert_eq!(Arc::strong_count(&marker), 1);
+}
+
+#[test]
+fn with_no_room_everything_is_dropped() {
+    let (backend, events) = watched(|options| options.queue_capacity(0));
+    let _id = acquire(&backend, "k");
+    assert!(backend.flush(LIMIT));
+    assert_eq!((backend.dropped(), backend.delivered()), (1, 0));
+    drop(backend);
+    assert!(events.recv().is_err());
+}
+
+#[test]
+fn many_threads_lose_no_event_and_count_each_once() {
+    let seen = Arc::new(AtomicU64::new(0));
+    let counter = Arc::clone(&seen);
+    let options = TelemetryOptions::new(move |_| {
+        counter.fetch_add(1, Ordering::SeqCst);
+    });
+    let backend = with_telemetry(MemoryBackend::manual(), options.queue_capacity(64));
+    let start = Barrier::new(8);
+    std::thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| {
+                start.wait();
+                for _ in 0..2000 {
+                    let _ = backend.is_locked("k", &never()).unwrap();
+                    if backend.delivered().is_multiple_of(64) {
+                        let _ = backend.flush(Duration::from_millis(1));
+                    }
+                }
+            });
+        }
+    });
+    assert!(backend.flush(LIMIT));
+    assert_eq!(backend.delivered() + backend.dropped(), 16_000);
+    assert_eq!(backend.delivered(), seen.load(Ordering::SeqCst));
+}
+
+#[test]
+fn handles_that_come_and_go_on_many_threads_end_their_threads() {
+    let alive = Arc::new(());
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                for round in 0..100 {
+                    let marker = Arc::clone(&alive);
+                    let options = TelemetryOptions::new(move |_| {
+                        let _ = &marker;
+                    });
+                    let backend = with_telemetry(MemoryBackend::manual(), options.flush_timeout(LIMIT));
+                    let clone = backend.clone();
+                    std::thread::scope(|inner| {
+                        inner.spawn(move || clone.is_locked("k", &never()).unwrap());
+                        if round % 2 == 0 {
+                            let _ = backend.is_locked("k", &never()).unwrap();
+                        }
+                        drop(backend);
+                    });
+                }
+            });
+        }
+    });
+    wait_until("all threads have ended", || Arc::strong_count(&alive) == 1);
+}
+
+#[test]
+fn the_callback_runs_on_one_thread_of_its_own() {
+    let (sender, threads): (Sender<_>, _) = channel();
+    let named = Arc::new(AtomicBool::new(false));
+    let check = Arc::clone(&named);
+    let options = TelemetryOptions::new(move |_| {
+        let thread = std::thread::current();
+        check.store(thread.name() == Some("syncguard-telemetry"), Ordering::SeqCst);
+        let _ = sender.send(thread.id());
+    });
+    let backend = with_telemetry(MemoryBackend::manual(), options);
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| backend.is_locked("k", &never()).unwrap());
+        }
+    });
+    let first = threads.recv_timeout(LIMIT).unwrap();
+    assert_ne!(first, std::thread::current().id());
+    for _ in 0..3 {
+        assert_eq!(threads.recv_timeout(LIMIT).unwrap(), first);
+    }
+    assert!(named.load(Ordering::SeqCst));
+}
