@@ -85,7 +85,7 @@ fn a_stopped_holder_loses_its_lock_at_its_deadline_although_it_was_asked_meanwhi
     // Ends after the worker's deadline and the server's second, and before the worker's timer would
     // end if the question after 3 s had started it anew in full.
     let measure =
-        client.try_advisory_lock_with(&self::key(), &holding(Duration::from_millis(8500))).unwrap().unwrap();
+        client.try_advisory_lock_with(&self::key(), &holding(Duration::from_millis(9200))).unwrap().unwrap();
     let mut observer = server().client();
     let mut changed = || -> (std::time::SystemTime, bool) {
         let sql = "SELECT state_change, state = 'idle' FROM pg_stat_activity WHERE pid = $1";

@@ -142,10 +142,10 @@ fn discard_elsewhere(connection: Connection) {
     let there = Arc::clone(&slot);
     let closing = thread::Builder::new().name("syncguard-close".to_owned());
     let spawned = closing.spawn(move || drop(there.lock().unwrap_or_else(PoisonError::into_inner).take()));
-    if spawned.is_err() {
-        if let Some(connection) = slot.lock().unwrap_or_else(PoisonError::into_inner).take() {
-            connection.abandon();
-        }
+    if spawned.is_err()
+        && let Some(connection) = slot.lock().unwrap_or_else(PoisonError::into_inner).take()
+    {
+        connection.abandon();
     }
 }
 
