@@ -335,6 +335,27 @@ fn a_server_that_became_a_standby_refuses_too() {
 }
 
 #[test]
+fn a_token_ends_the_wait_for_a_server_that_does_not_answer() {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let limit = LIMIT * 2;
+    let client = builder()
+        .operation_timeout(limit)
+        .connection_timeout(limit)
+        .connect(&format!("postgresql://postgres@127.0.0.1:{port}/postgres"))
+        .unwrap();
+    let token = syncguard::CancelToken::new();
+    let start = Instant::now();
+    thread::scope(|scope| {
+        let call = scope.spawn(|| client.cancellable(&token).try_advisory_lock(&key()));
+        let _silent = listener.accept().unwrap();
+        token.cancel();
+        assert_eq!(call.join().unwrap().unwrap_err().code(), ErrorCode::Aborted);
+    });
+    assert!(start.elapsed() < limit, "the token, not the timeout");
+}
+
+#[test]
 fn a_transaction_pooler_is_refused() {
     let client = client(&transaction_pooler(server_port()));
     let refused = |error: LockError| {

@@ -144,7 +144,8 @@ fn ten_thousand_timed_out_attempts_leave_no_lock() {
 fn a_thousand_failures_of_each_kind_cost_no_connection() {
     let (name, key, mut observer) = (unique(), key(), server().client());
     let client = named(&name, 2);
-    let guard = taken(&client, key);
+    let long = AdvisoryOptions::new().max_hold(LIMIT * 10);
+    let guard = client.try_advisory_lock_with(&key, &long).unwrap().unwrap();
     // The second connection exists.
     drop(taken(&client, AdvisoryKey::from_text(&unique())));
     let start = connections(&mut observer, &name);
@@ -163,10 +164,13 @@ fn a_thousand_failures_of_each_kind_cost_no_connection() {
         let options = AdvisoryOptions::new().wait_forever().cancel(&token);
         thread::scope(|scope| {
             scope.spawn(|| token.cancel());
-            assert_eq!(client.advisory_lock_with(&key, &options).unwrap_err().code(), ErrorCode::Aborted);
+            let start = Instant::now();
+            let error = client.advisory_lock_with(&key, &options).unwrap_err();
+            assert_eq!(error.code(), ErrorCode::Aborted, "{error:?} after {:?}", start.elapsed());
         });
     }
-    let other = taken(&client, AdvisoryKey::from_text(&unique()));
+    let free = AdvisoryKey::from_text(&unique());
+    let other = client.try_advisory_lock_with(&free, &long).unwrap().unwrap();
     let impatient = AdvisoryOptions::new().timeout(Duration::from_micros(100));
     for _ in 0..rounds {
         // All connections are in use.
@@ -185,7 +189,8 @@ fn a_thousand_failures_of_each_kind_cost_no_connection() {
 fn an_index_is_built_concurrently_beside_five_waiters() {
     let (schema, key) = (support::schema(), key());
     let holder = client();
-    let guard = taken(&holder, key);
+    let long = AdvisoryOptions::new().max_hold(LIMIT * 10);
+    let guard = holder.try_advisory_lock_with(&key, &long).unwrap().unwrap();
     let waiting: Vec<_> = (0..5).map(|_| client()).collect();
     let enough = CancelToken::new();
     thread::scope(|scope| {

@@ -5,10 +5,11 @@
 use postgres::{Client, NoTls};
 use syncguard::{AdvisoryGuard, AdvisoryKey, PgLockClient, PgLockClientBuilder};
 
-use super::{server, unique};
+use super::{LIMIT, server, unique};
 
 pub fn builder() -> PgLockClientBuilder {
-    PgLockClient::builder().auto_create_tables(false)
+    // A loaded machine may need long; only a failing test waits so long.
+    PgLockClient::builder().auto_create_tables(false).operation_timeout(LIMIT).connection_timeout(LIMIT)
 }
 
 pub fn client() -> PgLockClient {
