@@ -26,12 +26,12 @@
 #![allow(clippy::expect_used, clippy::panic, clippy::print_stderr, clippy::must_use_candidate)]
 
 pub mod account;
+pub mod between;
 pub mod binaries;
 pub mod cluster;
 pub mod keeper;
 pub mod leases;
 pub mod logs;
-pub mod proxy;
 pub mod schema;
 pub mod server;
 pub mod session_locks;
