@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use postgres::{Client, NoTls};
 use r2d2_postgres::PostgresConnectionManager;
-use support::between::{Wire, transaction_pooler};
+use support::wire::{Wire, transaction_pooler};
 use support::{Config, LIMIT, Server, Stop, Worker, logs, server, unique, wait_until, worker};
 use syncguard::{
     AdvisoryGuard, AdvisoryKey, AdvisoryLost, AdvisoryOptions, ErrorCode, LockError, PgLockClient,

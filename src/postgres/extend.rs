@@ -26,7 +26,7 @@ pub(crate) fn extend(
     end: Instant,
     cancel: &CancelToken,
 ) -> Result<ExtendOutcome> {
-    let outcome = backend.run_until_known(end, cancel, |session, at| {
+    let outcome = backend.run_until_known(lock_id, end, cancel, |session, at| {
         if cancel.is_never() {
             one_message(session, at, lock_id, ttl)
         } else {
@@ -135,7 +135,8 @@ impl<'a> Batch<'a> {
         }
         let keys: Vec<&str> = self.keys.iter().map(String::as_str).collect();
         let args = [Arg::Texts(&keys), Arg::Texts(&self.ids), Arg::Ints(&self.ttls)];
-        backend.run_renewal(end, |session, at| {
+        let first = self.ids.first().copied().unwrap_or_default();
+        backend.run_renewal(first, end, |session, at| {
             let message = Message::new()
                 .raw(session.prelude())
                 .call(&at.statements.durable, &[])

@@ -24,7 +24,7 @@ pub(crate) fn release(
     end: Instant,
     cancel: &CancelToken,
 ) -> Result<ReleaseOutcome> {
-    let outcome = backend.run_until_known(end, cancel, |session, at| {
+    let outcome = backend.run_until_known(lock_id, end, cancel, |session, at| {
         if cancel.is_never() { one_message(session, at, lock_id) } else { two_messages(session, at, lock_id) }
     });
     match outcome {

@@ -34,6 +34,8 @@ pub(crate) struct Session<'a> {
     cancel: &'a CancelToken,
     in_transaction: bool,
     backend: Option<Arc<Backend>>,
+    /// See [`Memo::settled_ms`].
+    settled_ms: Option<u64>,
 }
 
 /// The rows of one message, by statement.
@@ -87,7 +89,14 @@ pub(crate) fn malformed() -> LockError {
 
 impl<'a> Session<'a> {
     pub(crate) fn new(connection: Connection, end: Instant, cancel: &'a CancelToken) -> Self {
-        Self { connection: Some(connection), end, cancel, in_transaction: false, backend: None }
+        Self {
+            connection: Some(connection),
+            end,
+            cancel,
+            in_transaction: false,
+            backend: None,
+            settled_ms: None,
+        }
     }
 
     /// Prepares these statements if this connection has not yet.
@@ -95,8 +104,9 @@ impl<'a> Session<'a> {
         let memo = self.connection()?.memo();
         let missing = memo.missing(statements);
         if missing.is_empty() {
-            let backend = memo.backend.clone();
+            let (backend, settled_ms) = (memo.backend.clone(), memo.settled_ms);
             self.backend = backend;
+            self.settled_ms = settled_ms;
             return Ok(());
         }
         let message = Memo::preparation(self.limits(), &missing);
@@ -119,8 +129,10 @@ impl<'a> Session<'a> {
         };
         let settled_ms = answers.row(0)?.map(|row| int(row, 2)).transpose()?.flatten();
         self.backend.clone_from(&backend);
+        let settled_ms = settled_ms.and_then(|ms| u64::try_from(ms).ok());
+        self.settled_ms = settled_ms;
         let memo = self.connection()?.memo();
-        memo.settled_ms = settled_ms.and_then(|ms| u64::try_from(ms).ok());
+        memo.settled_ms = settled_ms;
         memo.remember(&missing, backend);
         Ok(())
     }
@@ -187,24 +199,24 @@ impl<'a> Session<'a> {
     /// waits and statements (never 0, which would mean none). Nothing is stated that is so already:
     /// a session of ours began with all of it, see
     /// [`settled_options`](crate::postgres::statement::settled_options).
-    pub(crate) fn prelude(&mut self) -> String {
+    pub(crate) fn prelude(&self) -> String {
         self.states("SET TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE;")
     }
 
     /// The same for a transaction that only reads.
-    pub(crate) fn limits(&mut self) -> String {
+    pub(crate) fn limits(&self) -> String {
         self.states("")
     }
 
     /// The same with names from `pg_catalog` alone, for statements written with plain operators.
-    pub(crate) fn limits_plain(&mut self) -> String {
+    pub(crate) fn limits_plain(&self) -> String {
         let limits = self.states("");
         let separator = if limits.is_empty() { "" } else { ";" };
         format!("SET LOCAL search_path TO pg_catalog{separator}{limits}")
     }
 
     /// The same for a transaction that stays open between two messages, with its `BEGIN`.
-    pub(crate) fn prelude_between(&mut self) -> String {
+    pub(crate) fn prelude_between(&self) -> String {
         let mut prelude = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE".to_owned();
         let limits = self.states("");
         if !limits.is_empty() {
@@ -214,11 +226,10 @@ impl<'a> Session<'a> {
         prelude
     }
 
-    fn states(&mut self, transaction: &str) -> String {
+    fn states(&self, transaction: &str) -> String {
         let left = self.millis_left();
-        let settled = self.connection.as_mut().and_then(|connection| connection.memo().settled_ms);
         // A limit that is a little late does no harm: the client's own deadline is exact.
-        if settled.is_some_and(|limit| left >= limit - limit / 10) {
+        if self.settled_ms.is_some_and(|limit| left >= limit - limit / 10) {
             return String::new();
         }
         // No sequential scan: a plan made while the table was tiny would keep it when it has grown.

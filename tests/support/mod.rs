@@ -26,20 +26,22 @@
 #![allow(clippy::expect_used, clippy::panic, clippy::print_stderr, clippy::must_use_candidate)]
 
 pub mod account;
-pub mod between;
 pub mod binaries;
 pub mod cluster;
 pub mod keeper;
 pub mod leases;
 pub mod logs;
+pub mod proxy;
 pub mod schema;
 pub mod server;
 pub mod session_locks;
 pub mod stored;
 pub mod wait;
+pub mod wire;
 pub mod worker;
 
 pub use cluster::{Config, Stop};
+pub use proxy::{Action, Network, Proxy};
 pub use schema::TestSchema;
 pub use server::Server;
 pub use stored::{NOW, Stored, StoredRow, id};

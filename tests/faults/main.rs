@@ -1,0 +1,27 @@
+//! Faults: connections that die at any byte, servers that crash, clocks, pauses, and what the
+//! library says about it. See `docs/reliability.md`.
+
+#![allow(
+    clippy::expect_used,
+    clippy::panic,
+    clippy::unwrap_used,
+    reason = "a test says by a panic what it did not expect"
+)]
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod checker;
+mod history;
+mod truth;
+mod zombies;
+
+/// How long the random part runs.
+fn seconds() -> u64 {
+    std::env::var("SYNCGUARD_FAULT_SECONDS").ok().and_then(|text| text.parse().ok()).unwrap_or(60)
+}
+
+/// Whether there is time to try every byte.
+fn long() -> bool {
+    seconds() >= 600
+}
