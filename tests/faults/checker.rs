@@ -156,7 +156,11 @@ fn unavailable(history: &History, allow: Allow, found: &mut Vec<Violation>) {
         }
     }
     for op in &history.ops {
-        if op.what != What::Acquire || op.outcome != Outcome::Refused {
+        // A wait that timed out may have met something else than a holder, while there was a fault.
+        let disturbed = || history.disturbed.iter().any(|(from, to)| *from < op.recv && op.send < *to);
+        let refused = op.outcome == Outcome::Refused
+            || op.outcome == Outcome::Failed("AcquisitionTimeout".to_owned()) && !disturbed();
+        if op.what != What::Acquire || !refused {
             continue;
         }
         // Itself is no reason: it starts at `send`.

@@ -13,7 +13,10 @@ mod support;
 
 mod checker;
 mod history;
+mod holder;
+mod storm;
 mod truth;
+mod weather;
 mod zombies;
 
 /// How long the random part runs.
@@ -24,4 +27,10 @@ fn seconds() -> u64 {
 /// Whether there is time to try every byte.
 fn long() -> bool {
     seconds() >= 600
+}
+
+/// Another storm for every run, unless it is to be the same again.
+fn seed() -> u64 {
+    let random = || u64::from(std::process::id()) ^ (history::now() >> 20) & 0xFFFF;
+    std::env::var("SYNCGUARD_FAULT_SEED").ok().and_then(|text| text.parse().ok()).unwrap_or_else(random)
 }
