@@ -214,7 +214,13 @@ fn unlocked(history: &History, found: &mut Vec<Violation>) {
         let before = list.partition_point(|blocked| blocked.from_ms < at);
         // A stranger's lock ends some time after it said so; only what is clearly inside counts.
         if before > 0 && at < list[before - 1].to_ms {
-            let text = format!("{}: {:?} was decided while a stranger held the row", op.key, op.what);
+            let text = format!(
+                "{}: {:?} was decided at {at}, while a stranger held the row ({} to {})",
+                op.key,
+                op.what,
+                list[before - 1].from_ms,
+                list[before - 1].to_ms
+            );
             found.push(Violation { rule: "unlocked", text, at: op.recv });
         }
     }

@@ -13,10 +13,6 @@ use syncguard::{
 use crate::history::{MS, now};
 use crate::support::worker::{self, Parent};
 
-/// Of every single operation.
-pub const OPERATION: Duration = Duration::from_millis(700);
-const WAIT: Duration = Duration::from_millis(400);
-
 /// Does nothing but in a process that a storm has started.
 #[test]
 fn a_holder_outside_of_a_storm_does_nothing() {
@@ -25,11 +21,12 @@ fn a_holder_outside_of_a_storm_does_nothing() {
 
 fn run(parent: &Parent) {
     let number = |name: &str| parent.arg(name).parse::<u64>().expect("a number");
+    let operation = Duration::from_millis(number("operation"));
     let client = PgLockClient::builder()
         .max_connections(3)
-        .operation_timeout(OPERATION)
-        .connection_timeout(OPERATION)
-        .dispose_timeout(OPERATION)
+        .operation_timeout(operation)
+        .connection_timeout(operation)
+        .dispose_timeout(operation)
         .auto_create_tables(false)
         .connect(&parent.arg("url"))
         .expect("nothing is sent yet");
@@ -43,7 +40,8 @@ fn run(parent: &Parent) {
             scope.spawn(move || {
                 let random =
                     Random(seed.wrapping_mul(1000).wrapping_add(n + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
-                let mut holder = Holder { parent, client, next, direct, fenced, random, sql: None };
+                let mut holder =
+                    Holder { parent, client, next, direct, fenced, operation, random, sql: None };
                 while !stop.load(Ordering::SeqCst) {
                     holder.cycle();
                 }
@@ -84,6 +82,8 @@ struct Holder<'a> {
     next: &'a AtomicU64,
     direct: &'a str,
     fenced: bool,
+    /// The limit of every single operation.
+    operation: Duration,
     random: Random,
     sql: Option<Client>,
 }
@@ -129,7 +129,7 @@ impl Holder<'_> {
         let sent = now();
         let result = self.op(
             ("acquire", key, 0, ttl),
-            OPERATION,
+            self.operation,
             || self.client.acquire(key, ttl),
             |result| match result {
                 Ok(AcquireResult::Acquired(it)) => granted(it.fence.get(), it.expires_at_ms, ttl),
@@ -152,7 +152,7 @@ impl Holder<'_> {
             let sent = now();
             let result = self.op(
                 ("extend", key, fence, ttl),
-                OPERATION,
+                self.operation,
                 || self.client.extend(&lease.lock_id, ttl),
                 |result| extended(result, ttl),
             );
@@ -163,7 +163,7 @@ impl Holder<'_> {
         }
         let _ = self.op(
             ("release", key, fence, ttl),
-            OPERATION,
+            self.operation,
             || self.client.release(&lease.lock_id),
             released,
         );
@@ -171,10 +171,11 @@ impl Holder<'_> {
 
     fn guarded(&mut self, key: &str, ttl: Duration) {
         let heartbeat = if self.random.below(4) == 0 { Heartbeat::Off } else { Heartbeat::Auto };
-        let options = LockOptions::new().ttl(ttl).timeout(WAIT).heartbeat(heartbeat);
+        let wait = self.operation * 4 / 7;
+        let options = LockOptions::new().ttl(ttl).timeout(wait).heartbeat(heartbeat);
         let result = self.op(
             ("acquire", key, 0, ttl),
-            WAIT,
+            wait,
             || self.client.lock_with(key, &options),
             |result| match result {
                 Ok(guard) => granted(guard.fence().get(), guard.expires_at_ms(), ttl),
@@ -191,7 +192,7 @@ impl Holder<'_> {
             0 => drop(guard.leak()),
             1 => drop(guard),
             _ => {
-                let _ = self.op(("release", key, fence, ttl), OPERATION, || guard.release(), released);
+                let _ = self.op(("release", key, fence, ttl), self.operation, || guard.release(), released);
             }
         }
     }
@@ -210,8 +211,9 @@ impl Holder<'_> {
                 0..4 => self.write(guard, ttl),
                 4 => {
                     let call = || guard.extend(ttl);
-                    let _ = self
-                        .op(("extend", &key, fence, ttl), OPERATION, call, |result| extended(result, ttl));
+                    let _ = self.op(("extend", &key, fence, ttl), self.operation, call, |result| {
+                        extended(result, ttl)
+                    });
                 }
                 _ => thread::sleep(Duration::from_millis(10)),
             }

@@ -12,6 +12,8 @@
 mod support;
 
 mod checker;
+#[cfg(feature = "sabotage")]
+mod controls;
 mod history;
 mod holder;
 mod storm;

@@ -29,6 +29,8 @@ pub enum Fault {
     RoleSettings,
     NoStandby,
     Suspend,
+    /// For a control: answers to acquires that take longer than any ttl and the tolerance.
+    LateReplies,
 }
 
 pub const ALL: [Fault; 16] = [
@@ -68,6 +70,7 @@ impl Fault {
             Self::MaxConnections => "max_connections reached",
             Self::RoleSettings => "hostile settings of the role",
             Self::NoStandby => "absent synchronous standby",
+            Self::LateReplies => "answers later than ttl and tolerance",
             Self::Suspend => "holders and server stopped together",
         }
     }
@@ -97,7 +100,8 @@ impl<'a> Weather<'a> {
         let lasting = self.random.below(1000);
         match fault {
             Fault::Messages => self.messages(),
-            Fault::SlowAnswers => self.slow_answers(),
+            Fault::SlowAnswers => self.slow_answers(200, 680),
+            Fault::LateReplies => self.slow_answers(1400, 2400),
             Fault::Mute => {
                 self.proxy.network(Network::Mute);
                 thread::sleep(ms(300 + lasting));
@@ -173,11 +177,11 @@ impl<'a> Weather<'a> {
     }
 
     /// What was granted is known so late that the lease is over, or about to be.
-    fn slow_answers(&mut self) {
+    fn slow_answers(&mut self, least: u64, most: u64) {
         let mut random = Random(self.random.below(u64::MAX) | 1);
         self.proxy.on_query(move |sql| {
             if sql.contains("EXECUTE sg_acquire") && random.below(3) == 0 {
-                Action::DelayAnswer(ms(200 + random.below(480)))
+                Action::DelayAnswer(ms(least + random.below(most - least)))
             } else {
                 Action::Pass
             }
@@ -227,7 +231,7 @@ impl<'a> Weather<'a> {
 
     /// Holds the row of a hot key until its lease is over, tolerance included.
     fn lock_row(&mut self) {
-        let clock = "SELECT (extract(epoch FROM clock_timestamp()) * 1000)::int8";
+        let clock = "SELECT floor(extract(epoch FROM clock_timestamp()) * 1000)::int8";
         for _ in 0..3 {
             let mut sql = self.server.client();
             let mut transaction = sql.transaction().expect("the server answers");
