@@ -99,7 +99,7 @@ impl<'a> Session<'a> {
             self.backend = backend;
             return Ok(());
         }
-        let message = Memo::preparation(&missing);
+        let message = Memo::preparation(self.limits(), &missing);
         let answers = match self.simple(&message, false) {
             Ok(answers) => answers,
             // 42P05: somebody else prepared them on the server connection behind a pooler. 25001 or
@@ -182,12 +182,14 @@ impl<'a> Session<'a> {
 
     /// The settings of every transaction: bounds for its waits and statements (never 0, which would
     /// mean none), names from `pg_catalog` alone, and no sequential scan, which a plan made while
-    /// the table was tiny would otherwise keep when it has grown.
+    /// the table was tiny would otherwise keep when it has grown. The bound for locks is a little the
+    /// shorter one, so that the server says that it was a lock.
     pub(crate) fn limits(&self) -> String {
         let left = rest(self.end).as_millis().clamp(1, 2_000_000_000);
+        let for_locks = (left - (left / 8).min(50)).max(1);
         format!(
             "SET LOCAL search_path TO pg_catalog;SET LOCAL enable_seqscan TO off;\
-             SET LOCAL lock_timeout TO {left};SET LOCAL statement_timeout TO {left}"
+             SET LOCAL lock_timeout TO {for_locks};SET LOCAL statement_timeout TO {left}"
         )
     }
 

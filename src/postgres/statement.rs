@@ -212,9 +212,10 @@ impl Memo {
         statements.iter().copied().filter(|s| !self.prepared.contains(&s.name)).collect()
     }
 
-    /// The message that prepares them, and asks who the server process is.
-    pub(crate) fn preparation(missing: &[&Statement]) -> Message<'static> {
-        let mut message = Message::new().raw("SET LOCAL search_path TO pg_catalog");
+    /// The message that prepares them, and asks who the server process is. `limits` bound it: to
+    /// prepare a statement is to wait for a lock on its table.
+    pub(crate) fn preparation(limits: String, missing: &[&Statement]) -> Message<'static> {
+        let mut message = Message::new().raw(limits);
         for statement in missing {
             message = message.raw(statement.prepare());
         }
