@@ -11,11 +11,13 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod bounds;
 mod checker;
 #[cfg(feature = "sabotage")]
 mod controls;
 mod history;
 mod holder;
+mod renewal;
 mod storm;
 mod truth;
 mod weather;
