@@ -300,13 +300,11 @@ fn granted(answers: &Answers, from_last: usize) -> Result<Option<Round>> {
 /// Whether the message failed itself because the counter would have been raised for nothing:
 /// somebody who does not queue has taken the row in between.
 fn is_all_or_nothing(trouble: &Trouble) -> bool {
-    matches!(trouble, Trouble::Refused(error) if error.to_string().contains("22012"))
+    matches!(trouble, Trouble::Refused(error) if error.sqlstate() == Some("22012"))
 }
 
 fn fence_exhausted() -> LockError {
-    LockError::new(ErrorCode::Internal).with_message(format!(
-        "the key's fence counter has reached its limit of {FENCE_MAX} and grants nothing more: use a new key; never reset a counter"
-    ))
+    Fence::following(FENCE_MAX).err().unwrap_or_else(malformed)
 }
 
 #[cfg(test)]

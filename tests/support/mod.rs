@@ -24,6 +24,11 @@
 // unexpected has one way to say so, which is to panic.
 #![allow(dead_code, unused_imports, unreachable_pub)]
 #![allow(clippy::expect_used, clippy::panic, clippy::print_stderr, clippy::must_use_candidate)]
+#![allow(
+    clippy::needless_pass_by_value,
+    clippy::struct_excessive_bools,
+    clippy::redundant_closure_for_method_calls
+)]
 #![allow(clippy::indexing_slicing, clippy::missing_panics_doc)]
 
 pub mod account;
