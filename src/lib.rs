@@ -56,3 +56,8 @@ pub use model::lock_id::validate_lock_id;
 pub use model::time::{Clock, MAX_TTL, Moment, TIME_TOLERANCE_MS, is_live};
 pub use postgres::{BrokenLock, CLEANUP_GUARD_MS, Counts, IdleCounter, Operator, Waiter};
 pub use telemetry::{EventResult, LockEvent, Operation, Telemetry, TelemetryOptions, with_telemetry};
+
+/// Every snippet of the README compiles.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
