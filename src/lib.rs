@@ -24,6 +24,7 @@ mod lock;
 pub mod memory;
 mod model;
 mod postgres;
+mod sabotage;
 pub mod telemetry;
 
 pub use advisory::{

@@ -40,7 +40,11 @@ pub(super) fn try_lock(client: &LockClient, key: &Arc<str>, plan: &Plan) -> Resu
     let _entered = engine.enter()?;
     let end = engine.call_deadline(Moment::NEVER);
     prepare(engine, plan, end, &merged.token)?;
-    attempt(client, key, plan, end, &merged.token)
+    match attempt(client, key, plan, end, &merged.token) {
+        // Somebody's lock was in the way for the whole time of the call.
+        Err(error) if error.is_contention() && !error.is_outcome_unknown() => Ok(None),
+        outcome => outcome,
+    }
 }
 
 /// Waits for the lock.
@@ -53,7 +57,8 @@ pub(super) fn lock(client: &LockClient, key: &Arc<str>, plan: &Plan) -> Result<L
     let _entered = engine.enter()?;
     prepare(engine, plan, end, &merged.token)?;
     let ticket = engine.queue.join(key);
-    let mut wait = Waiter { engine, token: &merged.token, ticket, bed: None, end, start, attempts: 0 };
+    let mut wait =
+        Waiter { engine, token: &merged.token, ticket, bed: None, end, start, attempts: 0, in_the_way: None };
     wait.run(client, key, plan)
 }
 
@@ -77,6 +82,8 @@ struct Waiter<'a> {
     end: Moment,
     start: Moment,
     attempts: u64,
+    /// What the server last said stood in the way, other than a holder's lease.
+    in_the_way: Option<LockError>,
 }
 
 impl Waiter<'_> {
@@ -168,22 +175,27 @@ impl Waiter<'_> {
                 }
             };
         if !free {
+            self.in_the_way = None;
             return Ok(None);
         }
         match attempt(client, key, plan, self.end, self.token) {
-            Ok(guard) => Ok(guard),
+            Ok(guard) => {
+                self.in_the_way = None;
+                Ok(guard)
+            }
             Err(error) => self.forgive(error, contended).map(|()| None),
         }
     }
 
     /// Contention is waited out. A call that was cut short by our own deadline, after the key was
     /// seen taken, is the time-out of the whole. Everything else is the caller's.
-    fn forgive(&self, error: LockError, contended: bool) -> Result<()> {
+    fn forgive(&mut self, error: LockError, contended: bool) -> Result<()> {
         // What may be held is never waited out.
         if error.is_outcome_unknown() {
             return Err(error);
         }
         if error.is_contention() {
+            self.in_the_way = Some(error);
             return Ok(());
         }
         let ours = contended && self.engine.clock.now() >= self.end;
@@ -206,13 +218,13 @@ impl Waiter<'_> {
         Ok(calls)
     }
 
-    fn check(&self) -> Result<()> {
+    fn check(&mut self) -> Result<()> {
         self.token.check()?;
         self.engine.check_open()?;
         if self.engine.clock.now() >= self.end { Err(self.timed_out(None)) } else { Ok(()) }
     }
 
-    fn timed_out(&self, cause: Option<LockError>) -> LockError {
+    fn timed_out(&mut self, cause: Option<LockError>) -> LockError {
         let waited = self.engine.clock.now().since(self.start).as_secs_f64();
         let error = LockError::new(ErrorCode::AcquisitionTimeout).with_message(match self.attempts {
             0 => format!(
@@ -225,7 +237,7 @@ impl Waiter<'_> {
                 "the key was not free within {waited:.3} s, at {n} attempts: raise timeout or max_retries, or hold the lock for less time"
             ),
         });
-        match cause {
+        match cause.or_else(|| self.in_the_way.take()) {
             Some(cause) => error.with_source(cause),
             None => error,
         }
@@ -245,9 +257,9 @@ fn attempt(
     let granted = match request(engine, key, plan.ttl, end, token) {
         Ok(AcquireResult::Acquired(granted)) => granted,
         Ok(AcquireResult::Locked) => return Ok(None),
-        Err(error) if error.is_contention() && !error.is_outcome_unknown() => return Ok(None),
         Err(error) => return Err(error),
     };
+    let sent = if crate::sabotage::on("deadline") { engine.clock.now() } else { sent };
     let Some((sent, granted)) = fresh(engine, key, plan.ttl, end, sent, granted) else { return Ok(None) };
     let now = engine.clock.now();
     let held = Arc::new(Held {
@@ -295,7 +307,9 @@ pub(super) fn request(
         }
         if error.is_outcome_unknown() {
             let id = error.lock_id().unwrap_or(lock_id.as_str());
-            let over_at = engine.clock.now().after(ttl).after(TOLERANCE);
+            // A request that has reached the server may still wait there, for as long as it may.
+            let grace = engine.backend.operation_timeout();
+            let over_at = engine.clock.now().after(grace).after(ttl).after(TOLERANCE);
             let mut deferred = unheld(engine, key, id, over_at);
             deferred.may_arrive = true;
             // For a single acquire this is the first time that a thread is needed. Without one the

@@ -93,7 +93,10 @@ pub(crate) fn call_error(error: postgres::Error, commits: bool) -> Trouble {
 fn sqlstate_of(db: &postgres::error::DbError) -> String {
     let by = db.routine().unwrap_or_default().to_ascii_lowercase();
     match db.code().code() {
-        "0A000" if by.contains("readonly") || by.contains("read_only") => "25006".to_owned(),
+        // `SET TRANSACTION` is refused by the setting's check, `BEGIN` by the server's own function.
+        "0A000" if ["readonly", "read_only", "check_hook"].iter().any(|part| by.contains(part)) => {
+            "25006".to_owned()
+        }
         state => state.to_owned(),
     }
 }

@@ -156,7 +156,11 @@ fn unavailable(history: &History, allow: Allow, found: &mut Vec<Violation>) {
         }
     }
     for op in &history.ops {
-        if op.what != What::Acquire || op.outcome != Outcome::Refused {
+        // A wait that timed out may have met something else than a holder, while there was a fault.
+        let disturbed = || history.disturbed.iter().any(|(from, to)| *from < op.recv && op.send < *to);
+        let refused = op.outcome == Outcome::Refused
+            || op.outcome == Outcome::Failed("AcquisitionTimeout".to_owned()) && !disturbed();
+        if op.what != What::Acquire || !refused {
             continue;
         }
         // Itself is no reason: it starts at `send`.
@@ -210,7 +214,13 @@ fn unlocked(history: &History, found: &mut Vec<Violation>) {
         let before = list.partition_point(|blocked| blocked.from_ms < at);
         // A stranger's lock ends some time after it said so; only what is clearly inside counts.
         if before > 0 && at < list[before - 1].to_ms {
-            let text = format!("{}: {:?} was decided while a stranger held the row", op.key, op.what);
+            let text = format!(
+                "{}: {:?} was decided at {at}, while a stranger held the row ({} to {})",
+                op.key,
+                op.what,
+                list[before - 1].from_ms,
+                list[before - 1].to_ms
+            );
             found.push(Violation { rule: "unlocked", text, at: op.recv });
         }
     }

@@ -82,6 +82,8 @@ pub struct History {
     pub beliefs: Vec<Belief>,
     pub pauses: Vec<Pause>,
     pub blocked: Vec<Blocked>,
+    /// When some fault was there.
+    pub disturbed: Vec<(u64, u64)>,
     /// The registers at the end: key and value.
     pub registers: HashMap<String, u64>,
 }

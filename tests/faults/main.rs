@@ -11,9 +11,18 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod bounds;
 mod checker;
+#[cfg(feature = "sabotage")]
+mod controls;
 mod history;
+mod holder;
+mod pooler;
+mod renewal;
+mod sessions;
+mod storm;
 mod truth;
+mod weather;
 mod zombies;
 
 /// How long the random part runs.
@@ -24,4 +33,10 @@ fn seconds() -> u64 {
 /// Whether there is time to try every byte.
 fn long() -> bool {
     seconds() >= 600
+}
+
+/// Another storm for every run, unless it is to be the same again.
+fn seed() -> u64 {
+    let random = || u64::from(std::process::id()) ^ (history::now() >> 20) & 0xFFFF;
+    std::env::var("SYNCGUARD_FAULT_SEED").ok().and_then(|text| text.parse().ok()).unwrap_or_else(random)
 }

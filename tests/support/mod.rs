@@ -37,6 +37,7 @@ pub mod proxy;
 pub mod schema;
 pub mod script;
 pub mod server;
+pub mod session_locks;
 pub mod stored;
 pub mod wait;
 pub mod wire;
