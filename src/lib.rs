@@ -169,6 +169,8 @@ pub use telemetry::{EventResult, LockEvent, Operation, Telemetry, TelemetryOptio
 /// The examples in the documents compile.
 #[cfg(doctest)]
 mod documents {
+    #[doc = include_str!("../README.md")]
+    struct Readme;
     #[doc = include_str!("../docs/errors.md")]
     struct Errors;
     #[doc = include_str!("../docs/operations.md")]
