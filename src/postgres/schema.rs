@@ -52,20 +52,23 @@ impl Names {
     /// that new tables would go to; the database's encoding.
     pub(crate) fn survey(&self) -> Result<String> {
         let (locks, fences) = (self.literal(&self.locks)?, self.literal(&self.fences)?);
+        // The caller's search path decides where the tables are, so it is not set here, and operators
+        // are qualified, too.
+        let is = "OPERATOR(pg_catalog.=)";
         let index = |unique: &str, column: &str| {
             format!(
                 "EXISTS (SELECT 1 FROM pg_catalog.pg_index i JOIN pg_catalog.pg_attribute a \
-                 ON a.attrelid = i.indrelid AND a.attnum = i.indkey[0] \
-                 WHERE i.indrelid = l.oid AND i.indnatts = 1 AND i.indisvalid AND i.indpred IS NULL{unique} AND a.attname = '{column}')"
+                 ON a.attrelid {is} i.indrelid AND a.attnum {is} i.indkey[0] \
+                 WHERE i.indrelid {is} l.oid AND i.indnatts {is} 1 AND i.indisvalid AND i.indpred IS NULL{unique} AND a.attname {is} '{column}')"
             )
         };
         Ok(format!(
             "SELECT ln.nspname, l.relpersistence, fn.nspname, f.relpersistence, \
-             EXISTS (SELECT 1 FROM pg_catalog.pg_attribute a WHERE a.attrelid = f.oid AND a.attname = 'key_debug' AND NOT a.attisdropped), \
+             EXISTS (SELECT 1 FROM pg_catalog.pg_attribute a WHERE a.attrelid {is} f.oid AND a.attname {is} 'key_debug' AND NOT a.attisdropped), \
              {} AND {}, pg_catalog.current_schema(), pg_catalog.current_setting('server_encoding') \
              FROM (SELECT pg_catalog.to_regclass({locks}) AS l, pg_catalog.to_regclass({fences}) AS f) AS r \
-             LEFT JOIN pg_catalog.pg_class l ON l.oid = r.l LEFT JOIN pg_catalog.pg_namespace ln ON ln.oid = l.relnamespace \
-             LEFT JOIN pg_catalog.pg_class f ON f.oid = r.f LEFT JOIN pg_catalog.pg_namespace fn ON fn.oid = f.relnamespace",
+             LEFT JOIN pg_catalog.pg_class l ON l.oid {is} r.l LEFT JOIN pg_catalog.pg_namespace ln ON ln.oid {is} l.relnamespace \
+             LEFT JOIN pg_catalog.pg_class f ON f.oid {is} r.f LEFT JOIN pg_catalog.pg_namespace fn ON fn.oid {is} f.relnamespace",
             index(" AND i.indisunique", "lock_id"),
             index("", "expires_at_ms"),
         ))

@@ -1,7 +1,8 @@
 //! Every SQL text of the lease protocol.
 //!
 //! Names are always quoted and qualified, functions qualified, and each transaction sets its
-//! `search_path` to `pg_catalog`, so that nobody's schema can slip an operator of its own in.
+//! `search_path` to `pg_catalog`, so that nobody's schema can slip an operator of its own in. Where
+//! the path is the caller's, operators are qualified as well.
 //!
 //! Why the statements look as they do:
 //!
@@ -24,8 +25,7 @@ use crate::postgres::schema::Tables;
 use crate::postgres::statement::{Statement, push_quoted};
 
 /// Server time in Unix milliseconds, rounded down.
-pub(crate) const CLOCK: &str =
-    "pg_catalog.floor(EXTRACT(EPOCH FROM pg_catalog.clock_timestamp()) * 1000)::pg_catalog.int8";
+pub(crate) const CLOCK: &str = "pg_catalog.floor(EXTRACT(EPOCH FROM pg_catalog.clock_timestamp()) OPERATOR(pg_catalog.*) 1000)::pg_catalog.int8";
 
 /// Raises `synchronous_commit`, for this transaction alone, where it promises less than a durable
 /// commit; other levels ask for more and stay
@@ -33,9 +33,10 @@ pub(crate) const CLOCK: &str =
 const DURABLE: &str = "CASE WHEN pg_catalog.current_setting('synchronous_commit') IN ('off', 'local') \
     THEN pg_catalog.set_config('synchronous_commit', 'on', true) END";
 
-/// The liveness rule of [`is_live`](crate::is_live) in SQL, from the same constant.
+/// The liveness rule of [`is_live`](crate::is_live) in SQL, from the same constant. Its operators
+/// are qualified because a fenced transaction has its caller's search path.
 pub(crate) fn live(expires_at_ms: &str, now_ms: &str) -> String {
-    format!("({expires_at_ms} > {now_ms} - {TIME_TOLERANCE_MS})")
+    format!("({expires_at_ms} OPERATOR(pg_catalog.>) ({now_ms} OPERATOR(pg_catalog.-) {TIME_TOLERANCE_MS}))")
 }
 
 /// The statements for one pair of tables.
@@ -184,8 +185,8 @@ pub(crate) fn fenced(tables: &Tables, key: &str, fence_key: &str, fence: Fence) 
         "WITH counter AS MATERIALIZED (\
            SELECT c.fence FROM {fences} AS c WHERE c.fence_key OPERATOR(pg_catalog.=) {f} FOR SHARE OF c), \
          t AS MATERIALIZED (\
-           SELECT {CLOCK} AS now FROM (SELECT pg_catalog.count(*) AS n FROM counter) AS x WHERE x.n = 1) \
-         SELECT (CASE WHEN EXISTS (SELECT 1 FROM counter WHERE fence = {number}) AND EXISTS (\
+           SELECT {CLOCK} AS now FROM (SELECT pg_catalog.count(*) AS n FROM counter) AS x WHERE x.n OPERATOR(pg_catalog.=) 1) \
+         SELECT (CASE WHEN EXISTS (SELECT 1 FROM counter WHERE fence OPERATOR(pg_catalog.=) {number}) AND EXISTS (\
            SELECT 1 FROM {locks} AS l, t WHERE l.key OPERATOR(pg_catalog.=) {k} \
              AND l.fence OPERATOR(pg_catalog.=) '{fence}' AND {alive}) \
          THEN '1' ELSE '{STALE}' END)::pg_catalog.int4"
