@@ -32,6 +32,7 @@ pub mod cluster;
 pub mod keeper;
 pub mod logs;
 pub mod place;
+pub mod role;
 pub mod schema;
 pub mod script;
 pub mod server;
@@ -41,6 +42,7 @@ pub mod worker;
 
 pub use cluster::{Config, Stop};
 pub use place::{Call, Place, TTL, place};
+pub use role::Role;
 pub use schema::TestSchema;
 pub use script::Scripted;
 pub use server::Server;
