@@ -98,7 +98,7 @@ impl<'a> Session<'a> {
             self.backend = backend;
             return Ok(());
         }
-        let message = Memo::preparation(&missing);
+        let message = Memo::preparation(&missing, self.limits());
         let answers = match self.simple(&message, false) {
             Ok(answers) => answers,
             // 42P05: somebody else prepared them on the server connection behind a pooler. 25001 or

@@ -215,9 +215,10 @@ impl Memo {
         statements.iter().copied().filter(|s| !self.prepared.contains(&s.name)).collect()
     }
 
-    /// The message that prepares them, and asks who the server process is.
-    pub(crate) fn preparation(missing: &[&Statement]) -> Message<'static> {
-        let mut message = Message::new().raw("SET LOCAL search_path TO pg_catalog");
+    /// The message that prepares them, and asks who the server process is. It needs limits of its
+    /// own: to prepare a statement is to lock its tables.
+    pub(crate) fn preparation(missing: &[&Statement], limits: String) -> Message<'static> {
+        let mut message = Message::new().raw(limits);
         for statement in missing {
             message = message.raw(statement.prepare());
         }
