@@ -160,3 +160,34 @@ fn a_plan_from_when_the_table_was_tiny_does_not_become_a_sequential_scan() {
     assert!(counted("seq_tup_read") < 100_000, "somebody read a whole table");
     drop(grant);
 }
+
+#[test]
+fn a_table_that_a_migration_has_locked_costs_no_more_than_the_calls_own_time() {
+    let place = place();
+    let key = place.key("a");
+    let clients = || {
+        let builder =
+            PgLockClient::builder().auto_create_tables(false).operation_timeout(Duration::from_millis(300));
+        builder.build(pool(&place, 1)).unwrap()
+    };
+    let (warm, cold) = (clients(), clients());
+    let patient = PgLockClient::builder().build(pool(&place, 2)).unwrap();
+    patient.is_locked(&key).unwrap();
+    let warmed = warm.is_locked(&key);
+    let mut migration = place.schema.client();
+    // If nothing else ends the wait, this does, and the test fails instead of hanging.
+    migration
+        .batch_execute("SET idle_in_transaction_session_timeout = '20s'; BEGIN; LOCK TABLE syncguard_locks IN ACCESS EXCLUSIVE MODE")
+        .unwrap();
+    let start = std::time::Instant::now();
+    for client in [&warm, &cold] {
+        for two in FORMS {
+            let error = LockBackend::acquire(client, &key, TTL, &token(two)).unwrap_err();
+            assert_eq!(error.code(), syncguard::ErrorCode::NetworkTimeout, "{warmed:?}: {error:?}");
+            assert_eq!(client.is_locked(&key).unwrap_err().code(), syncguard::ErrorCode::NetworkTimeout);
+        }
+    }
+    assert!(start.elapsed() < Duration::from_secs(15));
+    migration.batch_execute("ROLLBACK").unwrap();
+    works_alone(&patient, &place, &key, "afterwards");
+}
