@@ -12,6 +12,7 @@
     clippy::print_stderr
 )]
 
+mod advisory;
 pub mod backend;
 mod cancel;
 mod client;
@@ -26,6 +27,9 @@ mod postgres;
 mod sabotage;
 pub mod telemetry;
 
+pub use advisory::{
+    AdvisoryGuard, AdvisoryKey, AdvisoryLost, AdvisoryOptions, AdvisorySession, DEFAULT_MAX_HOLD,
+};
 pub use backend::{
     AcquireResult, Acquired, Attempt, Capabilities, ExtendOutcome, ExtendResult, LockBackend, LockInfo,
     LockInfoDebug, Lookup, LostReason, Reason, ReleaseOutcome, ReleaseResult, RenewOutcome, Renewal,

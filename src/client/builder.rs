@@ -10,6 +10,7 @@ use r2d2::ManageConnection;
 use tokio_postgres::Socket;
 use tokio_postgres::tls::{MakeTlsConnect, TlsConnect};
 
+use crate::advisory::SessionLocks;
 use crate::backend::LockBackend;
 use crate::client::PgLockClient;
 use crate::error::{LockError, Result};
@@ -34,7 +35,7 @@ pub struct PgLockClientBuilder {
     dispose_timeout: Duration,
     on_release_error: Option<OnReleaseError>,
     telemetry: Option<TelemetryOptions>,
-    maintenance: Option<Result<Connector, Arc<LockError>>>,
+    maintenance: Option<Arc<dyn Fn(Duration) -> Result<Connector> + Send + Sync>>,
 }
 
 impl Default for PgLockClientBuilder {
@@ -157,14 +158,16 @@ impl PgLockClientBuilder {
         T::Stream: Send + 'static,
         <T::TlsConnect as TlsConnect<Socket>>::Future: Send,
     {
-        self.maintenance = Some(Connector::new(config, tls).map_err(Arc::new));
+        // Opened with the operation timeout that the builder ends up with.
+        let connector = move |timeout| Connector::new(config.clone(), tls.clone(), timeout);
+        self.maintenance = Some(Arc::new(connector));
         self
     }
 
     /// Builds a client with a pool of its own, without TLS. See [`PgLockClient::connect`].
     pub fn connect(self, url: &str) -> Result<PgLockClient> {
         let names = self.check()?;
-        let connector = Connector::new(parse_url(url)?, NoTls)?;
+        let connector = Connector::new(parse_url(url)?, NoTls, self.operation_timeout)?;
         self.finish(names, |builder| {
             Source::own(connector, builder.max_connections, builder.connection_timeout)
         })
@@ -183,7 +186,7 @@ impl PgLockClientBuilder {
         <T::TlsConnect as TlsConnect<Socket>>::Future: Send,
     {
         let names = self.check()?;
-        let connector = Connector::new(config, tls)?;
+        let connector = Connector::new(config, tls, self.operation_timeout)?;
         self.finish(names, |builder| {
             Source::own(connector, builder.max_connections, builder.connection_timeout)
         })
@@ -205,8 +208,7 @@ impl PgLockClientBuilder {
         let names = self.check()?;
         let maintenance = match &self.maintenance {
             None => None,
-            Some(Ok(connector)) => Some(connector.clone()),
-            Some(Err(error)) => return Err(LockError::invalid(format!("maintenance: {error}"))),
+            Some(connector) => Some(connector(self.operation_timeout)?),
         };
         self.finish(names, |builder| Source::foreign(pool, maintenance, builder.connection_timeout))
     }
@@ -246,7 +248,8 @@ impl PgLockClientBuilder {
         };
         let settings =
             ClientSettings { dispose_timeout: self.dispose_timeout, on_release_error: self.on_release_error };
-        Ok(PgLockClient { locks: LockClient::with_settings(backend, settings), postgres })
+        let sessions = SessionLocks::new(Arc::clone(&postgres), self.operation_timeout, self.dispose_timeout);
+        Ok(PgLockClient { sessions, locks: LockClient::with_settings(backend, settings), postgres })
     }
 }
 

@@ -3,6 +3,7 @@
 //! Waiting, guards and renewal come from [`LockClient`], leases from the PostgreSQL adapter; this
 //! module builds the one on the other and names the driver's types.
 
+mod advisory;
 mod builder;
 mod fence;
 mod port;
@@ -11,6 +12,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::advisory::SessionLocks;
 use crate::backend::{
     AcquireResult, Capabilities, ExtendResult, LockInfo, LockInfoDebug, Lookup, ReleaseResult,
 };
@@ -51,6 +53,8 @@ pub use builder::PgLockClientBuilder;
 /// or a client there is fine: the work is handed to a thread.
 #[derive(Clone)]
 pub struct PgLockClient {
+    // Before the locks: the last drop of those may close the backend.
+    sessions: SessionLocks,
     locks: LockClient,
     postgres: Arc<PostgresBackend>,
 }
@@ -237,7 +241,11 @@ impl PgLockClient {
     /// checked between the read and the write.
     #[must_use]
     pub fn cancellable(&self, token: &CancelToken) -> Self {
-        Self { locks: self.locks.cancellable(token), postgres: Arc::clone(&self.postgres) }
+        Self {
+            sessions: self.sessions.clone(),
+            locks: self.locks.cancellable(token),
+            postgres: Arc::clone(&self.postgres),
+        }
     }
 
     /// Backend `postgres`, fencing, time authority `server`.
@@ -283,7 +291,8 @@ impl PgLockClient {
         Operator::new(Arc::clone(&self.postgres))
     }
 
-    /// Ends the client and all its clones. See [`LockClient::close`].
+    /// Ends the client and all its clones. See [`LockClient::close`]. Session locks are lost and let
+    /// go too; `threads_ended` in the report speaks for theirs as well.
     ///
     /// # Blocking
     ///
@@ -293,7 +302,11 @@ impl PgLockClient {
     ///
     /// None.
     pub fn close(&self, deadline: Duration) -> Result<CloseReport> {
-        self.locks.close(deadline)
+        let start = std::time::Instant::now();
+        let settled = self.sessions.close(deadline);
+        let mut report = self.locks.close(deadline.saturating_sub(start.elapsed()))?;
+        report.threads_ended &= settled;
+        Ok(report)
     }
 
     /// The waiting and the guards, without the database: what code that is tested over a

@@ -311,6 +311,10 @@ pub(super) fn request(
 
 /// The grant, if at least half of its time is left; otherwise what one extend makes of it. A lease
 /// that is not surely held is let go, and counts as contention.
+///
+/// An extend that is answered after the grant's own end may have found a *later* grant of the same
+/// id, made by a copy of our request that was under way: then its fence is asked for again. The same
+/// attempt, repeated, answers with the row as it is.
 fn fresh(
     engine: &Arc<Engine>,
     key: &str,
@@ -325,14 +329,24 @@ fn fresh(
     }
     let never = CancelToken::never();
     let answer = engine.backend.extend_by(&granted.lock_id, ttl, engine.call_deadline(end), &never);
+    let in_doubt = engine.clock.now() >= sent.after(ttl);
+    let answer = answer.and_then(|outcome| match outcome {
+        ExtendOutcome::Extended { .. } if in_doubt => {
+            let deadline = engine.call_deadline(end);
+            let again = Attempt { key, lock_id: &granted.lock_id, ttl, deadline };
+            Ok(engine.backend.attempt(&again, &never)?.acquired())
+        }
+        ExtendOutcome::Extended { expires_at_ms } => {
+            granted.expires_at_ms = expires_at_ms;
+            Ok(Some(granted.clone()))
+        }
+        ExtendOutcome::NotHeld(_) => Ok(None),
+    });
     let late = engine.clock.now() >= now.after(ttl);
     match answer {
-        Ok(ExtendOutcome::Extended { expires_at_ms }) if !late => {
-            granted.expires_at_ms = expires_at_ms;
-            Some((now, granted))
-        }
-        Ok(ExtendOutcome::NotHeld(_)) => None,
-        Ok(ExtendOutcome::Extended { .. }) | Err(_) => {
+        Ok(Some(granted)) if !late => Some((now, granted)),
+        Ok(None) => None,
+        Ok(Some(_)) | Err(_) => {
             let over_at = engine.clock.now().after(ttl).after(TOLERANCE);
             engine.abandon(unheld(engine, key, &granted.lock_id, over_at));
             None

@@ -8,8 +8,8 @@
 //!
 //! # When the answer to a commit is lost
 //!
-//! 1. The lock id was chosen before the first byte was sent, and acquire is idempotent by it: a row
-//!    that carries the id answers with its stored fence and expiry.
+//! 1. The lock id was chosen before the first byte was sent, and acquire is idempotent by it: a live
+//!    row that carries the id answers with its stored fence and expiry.
 //! 2. So a lost answer is asked for again by the same acquire, on another connection, under the same
 //!    locks, in a transaction that writes: a reader would not wait for the standby.
 //! 3. The old server process is ended first where it can be told for certain, so that its message
@@ -26,8 +26,8 @@ use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::model::lock_id::LockId;
 use crate::model::time::{TIME_TOLERANCE_MS, Ttl, is_live};
 use crate::postgres::error::Trouble;
-use crate::postgres::session::{Answers, Session, int, malformed, required, text};
-use crate::postgres::statement::{Arg, Message};
+use crate::postgres::session::{Answers, GRACE, Session, int, malformed, required, text};
+use crate::postgres::statement::{Arg, Message, push_quoted};
 use crate::postgres::{Fault, Located, PostgresBackend};
 
 /// One acquire, with everything chosen.
@@ -47,7 +47,7 @@ enum Round {
         fence: Fence,
     },
     Locked,
-    /// The row carries our id already; only two messages can confirm it.
+    /// The row is live and carries our id already; only two messages can confirm it.
     Mine,
 }
 
@@ -72,7 +72,7 @@ impl<'a> Acquire<'a> {
         };
         match round {
             Ok(round) => self.answer(&round),
-            Err(Fault::Error(error)) => Err(self.label(error)),
+            Err(Fault::Error(error)) => Err(self.label(self.name_stranger(backend, error, cancel))),
             Err(doubt @ Fault::Doubt { .. }) => self.resolve(backend, doubt, end, cancel),
         }
     }
@@ -123,6 +123,36 @@ impl<'a> Acquire<'a> {
         }
     }
 
+    /// Whose session lock the queue stood behind, if that is why the time ran out: other acquires
+    /// keep the key's number for a statement, a session lock on it for as long as it likes. Best
+    /// effort, within the time by which our own deadlines are later than the server's.
+    fn name_stranger(&self, backend: &PostgresBackend, error: LockError, cancel: &CancelToken) -> LockError {
+        if error.code() != ErrorCode::NetworkTimeout || cancel.is_cancelled() {
+            return error;
+        }
+        let mut key = String::new();
+        if push_quoted(&self.storage_key, &mut key).is_err() {
+            return error;
+        }
+        let query = format!(
+            "SELECT l.pid FROM pg_catalog.pg_locks AS l, (SELECT pg_catalog.hashtext({key})::int8 AS number) AS k \
+             WHERE l.locktype = 'advisory' AND l.granted AND l.objsubid = 1 \
+             AND l.database = (SELECT d.oid FROM pg_catalog.pg_database AS d WHERE d.datname = pg_catalog.current_database()) \
+             AND ((l.classid::int8 << 32) | l.objid::int8) = k.number AND l.pid <> pg_catalog.pg_backend_pid() LIMIT 1"
+        );
+        let found = backend.run_bare(Instant::now() + GRACE, cancel, |session| {
+            let message = Message::new().raw(session.limits_plain()).raw(&query);
+            let answers = session.ask(&message)?;
+            Ok(answers.row(0)?.map(|row| int(row, 0)).transpose()?.flatten())
+        });
+        match found {
+            Ok(Some(pid)) => error.with_message(format!(
+                "the server process {pid} holds an advisory lock on the number that this key queues on: a session lock should stay outside of -2^31..2^31; see advisory_holders()"
+            )).with_contention(),
+            _ => error,
+        }
+    }
+
     fn label(&self, error: LockError) -> LockError {
         error.with_key(self.key.as_str()).with_lock_id(self.lock_id.as_str())
     }
@@ -146,8 +176,7 @@ impl<'a> Acquire<'a> {
     fn one_message(&self, session: &mut Session<'_>, at: &Located) -> Result<Round, Trouble> {
         let statements = &at.statements;
         let message = Message::new()
-            .raw("SET TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE")
-            .raw(session.limits())
+            .raw(session.prelude())
             .call(&statements.queue, &[Arg::Text(&self.storage_key)])
             .call(&statements.acquire, &self.grant_args());
         let answers = match session.commit(&message) {
@@ -172,8 +201,7 @@ impl<'a> Acquire<'a> {
         let (key, fence_key, lock_id) =
             (Arg::Text(&self.storage_key), Arg::Text(&self.fence_key), Arg::Text(self.lock_id.as_str()));
         let read = Message::new()
-            .raw("BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE")
-            .raw(session.limits_between())
+            .raw(session.prelude_between())
             .call(&statements.queue, &[key])
             .call(&statements.hold, &[key, fence_key, lock_id])
             .call(&statements.view, &[key, fence_key]);
@@ -241,6 +269,7 @@ fn decide(seen: &Seen, lock_id: &str) -> Step {
         if !seen.row_locked {
             return Step::Locked;
         }
+        // A dead row is a free key even if it carries our id: its grant is over.
         if is_live(row.expires_at_ms, seen.now_ms, TIME_TOLERANCE_MS) {
             return if row.lock_id == lock_id { Step::Confirm } else { Step::Locked };
         }

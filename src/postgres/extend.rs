@@ -11,7 +11,7 @@ use crate::cancel::CancelToken;
 use crate::error::{LockError, Result};
 use crate::model::fence::Fence;
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
-use crate::model::lock_id::LockId;
+use crate::model::lock_id::{LockId, validate_lock_id};
 use crate::model::time::Ttl;
 use crate::postgres::error::Trouble;
 use crate::postgres::release::Found;
@@ -48,8 +48,7 @@ fn one_message(
     ttl: Ttl,
 ) -> Result<ExtendOutcome, Trouble> {
     let message = Message::new()
-        .raw("SET TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE")
-        .raw(session.limits())
+        .raw(session.prelude())
         .call(&at.statements.extend, &[Arg::Text(lock_id.as_str()), Arg::Int(ttl.millis())]);
     let answers = session.commit(&message)?;
     let row = required(answers.row(0)?)?;
@@ -69,8 +68,7 @@ fn two_messages(
     let statements = &at.statements;
     let id = Arg::Text(lock_id.as_str());
     let read = Message::new()
-        .raw("BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE")
-        .raw(session.limits_between())
+        .raw(session.prelude_between())
         .call(&statements.durable, &[])
         .call(&statements.find, &[id])
         .call(&statements.clock, &[]);
@@ -86,51 +84,75 @@ fn two_messages(
     Ok(ExtendOutcome::Extended { expires_at_ms })
 }
 
-/// Extends many leases in one transaction, on the connection that is kept for it.
+/// Extends many leases in one transaction, on the connection that is kept for it. A lease that is
+/// not well formed is refused alone, and does not hold the others up.
 pub(crate) fn renew(
     backend: &PostgresBackend,
     leases: &[Renewal<'_>],
     end: Instant,
 ) -> Vec<Result<RenewOutcome>> {
-    match try_renew(backend, leases, end) {
+    let mut batch = Batch::default();
+    let taken: Vec<Result<()>> = leases.iter().map(|lease| batch.take(lease)).collect();
+    let mut renewed = match batch.renew(backend, end) {
         Ok(outcomes) => outcomes.into_iter().map(Ok).collect(),
         // A LockError cannot be cloned: one says why, the others say that.
         Err(error) => {
             let code = error.code();
             let again = move || LockError::new(code).with_message("the renewal of the whole batch failed");
             let mut first = Some(error);
-            leases.iter().map(|_| Err(first.take().unwrap_or_else(again))).collect()
+            batch.ids.iter().map(|_| Err(first.take().unwrap_or_else(again))).collect::<Vec<_>>()
         }
     }
+    .into_iter();
+    taken
+        .into_iter()
+        .map(|taken| taken.and_then(|()| renewed.next().unwrap_or(Ok(RenewOutcome::Busy))))
+        .collect()
 }
 
-fn try_renew(backend: &PostgresBackend, leases: &[Renewal<'_>], end: Instant) -> Result<Vec<RenewOutcome>> {
-    let mut keys = Vec::with_capacity(leases.len());
-    let (mut ids, mut ttls) = (Vec::with_capacity(leases.len()), Vec::with_capacity(leases.len()));
-    for lease in leases {
-        keys.push(Key::new(lease.key)?.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?.0);
-        ids.push(lease.lock_id);
-        ttls.push(Ttl::new(lease.ttl)?.millis());
+/// The well-formed leases of a batch, by column.
+#[derive(Default)]
+struct Batch<'a> {
+    keys: Vec<String>,
+    ids: Vec<&'a str>,
+    ttls: Vec<i64>,
+}
+
+impl<'a> Batch<'a> {
+    fn take(&mut self, lease: &Renewal<'a>) -> Result<()> {
+        let key = Key::new(lease.key)?.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?.0;
+        let ttl = Ttl::new(lease.ttl)?.millis();
+        validate_lock_id(lease.lock_id)?;
+        self.keys.push(key);
+        self.ids.push(lease.lock_id);
+        self.ttls.push(ttl);
+        Ok(())
     }
-    let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
-    let args = [Arg::Texts(&keys), Arg::Texts(&ids), Arg::Ints(&ttls)];
-    backend.run_renewal(ids.first().copied().unwrap_or_default(), end, |session, at| {
-        let message = Message::new()
-            .raw("SET TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE")
-            .raw(session.limits())
-            .call(&at.statements.durable, &[])
-            .call(&at.statements.renew, &args);
-        let answers = session.commit(&message)?;
-        let mut outcomes = vec![RenewOutcome::Busy; leases.len()];
-        for row in answers.rows(0)? {
-            let place = usize::try_from(required(int(row, 0)?)?).map_err(|_| malformed())?;
-            let slot = place.checked_sub(1).and_then(|at| outcomes.get_mut(at)).ok_or_else(malformed)?;
-            let locked = required(text(row, 2)?)? == "t";
-            let id = ids.get(place - 1).copied().unwrap_or_default();
-            *slot = outcome(int(row, 1)?, locked, text(row, 3)?, text(row, 4)?, id)?;
+
+    fn renew(&self, backend: &PostgresBackend, end: Instant) -> Result<Vec<RenewOutcome>> {
+        if self.ids.is_empty() {
+            return Ok(Vec::new());
         }
-        Ok(outcomes)
-    })
+        let keys: Vec<&str> = self.keys.iter().map(String::as_str).collect();
+        let args = [Arg::Texts(&keys), Arg::Texts(&self.ids), Arg::Ints(&self.ttls)];
+        let first = self.ids.first().copied().unwrap_or_default();
+        backend.run_renewal(first, end, |session, at| {
+            let message = Message::new()
+                .raw(session.prelude())
+                .call(&at.statements.durable, &[])
+                .call(&at.statements.renew, &args);
+            let answers = session.commit(&message)?;
+            let mut outcomes = vec![RenewOutcome::Busy; self.ids.len()];
+            for row in answers.rows(0)? {
+                let place = usize::try_from(required(int(row, 0)?)?).map_err(|_| malformed())?;
+                let at = place.checked_sub(1).ok_or_else(malformed)?;
+                let (slot, id) = outcomes.get_mut(at).zip(self.ids.get(at)).ok_or_else(malformed)?;
+                let locked = required(text(row, 2)?)? == "t";
+                *slot = outcome(int(row, 1)?, locked, text(row, 3)?, text(row, 4)?, id)?;
+            }
+            Ok(outcomes)
+        })
+    }
 }
 
 /// What became of one lease: its new expiry, whether its row was locked, and who has its key now.

@@ -38,6 +38,7 @@ struct State {
     /// Nanoseconds after `start`; `u64::MAX` for none.
     deadline: AtomicU64,
     dead: AtomicBool,
+    guards: AtomicBool,
     /// The server said that a commit may not have reached its standby.
     unreplicated: AtomicBool,
     waiting: Mutex<Option<Waker>>,
@@ -49,6 +50,7 @@ impl Link {
             start: Instant::now(),
             deadline: AtomicU64::new(u64::MAX),
             dead: AtomicBool::new(false),
+            guards: AtomicBool::new(false),
             unreplicated: AtomicBool::new(false),
             waiting: Mutex::new(None),
         }))
@@ -72,6 +74,11 @@ impl Link {
         if let Some(waker) = waker {
             waker.wake();
         }
+    }
+
+    /// Whether the socket runs through us: TCP, not a Unix socket.
+    pub(crate) fn guards(&self) -> bool {
+        self.0.guards.load(Ordering::SeqCst)
     }
 
     pub(crate) fn is_dead(&self) -> bool {
@@ -257,6 +264,7 @@ where
     type Error = BoxError;
 
     fn make_tls_connect(&mut self, domain: &str) -> Result<Self::TlsConnect, BoxError> {
+        self.link.0.guards.store(true, Ordering::SeqCst);
         let tls = match self.encryption {
             Encryption::Never => None,
             _ => Some(self.tls.make_tls_connect(domain).map_err(Into::into)?),

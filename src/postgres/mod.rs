@@ -34,7 +34,9 @@ use std::time::{Duration, Instant};
 pub(crate) use connect::{Connector, guard_runtime, parse_url};
 pub use operator::{BrokenLock, CLEANUP_GUARD_MS, Counts, IdleCounter, Operator, Waiter};
 pub(crate) use schema::Names;
-pub(crate) use source::Source;
+pub(crate) use session::{Session, int, malformed, required, text};
+pub(crate) use source::{Connection, Source};
+pub(crate) use statement::{Message, push_quoted};
 
 use crate::backend::{
     AcquireResult, Attempt, Capabilities, ExtendOutcome, LockBackend, LockInfo, LockInfoDebug, Lookup,
@@ -46,15 +48,14 @@ use crate::model::fence::Fence;
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::model::lock_id::LockId;
 use crate::model::time::{Clock, Moment, Ttl};
-use error::Trouble;
+pub(crate) use error::Trouble;
 use schema::{Survey, Tables};
-use session::{Session, required, text};
 use sql::Statements;
-use statement::{Backend, Message, push_quoted};
+use statement::Backend;
 
 /// How often an operation starts anew because its connection turned out to be stale. After a
 /// restart of the server every idle connection is.
-const MAX_REPLACEMENTS: u32 = 64;
+pub(crate) const MAX_REPLACEMENTS: u32 = 64;
 
 /// How many operation timeouts setting up the schema may take: others may be doing it.
 const SET_UP_TIMES: u32 = 6;
@@ -226,7 +227,7 @@ impl PostgresBackend {
             let mut session = Session::new(connection, end, &never);
             if let Some(query) = doubtful.take().and_then(|process| end_query(&process, lock_id)) {
                 // Trouble on this connection shows itself in what follows.
-                let _ = session.ask(&Message::new().raw(session.limits()).raw(query));
+                let _ = session.ask(&Message::new().raw(session.limits_plain()).raw(query));
             }
             let outcome = self.locate_on(&mut session).and_then(|at| {
                 session.prepare(&at.statements.all())?;
@@ -250,7 +251,7 @@ impl PostgresBackend {
     }
 
     /// The loop around every operation.
-    fn run_bare<R>(
+    pub(crate) fn run_bare<R>(
         &self,
         end: Instant,
         cancel: &CancelToken,
@@ -288,7 +289,8 @@ impl PostgresBackend {
     fn end_process(&self, process: &Backend, lock_id: &str, end: Instant) {
         let Some(query) = end_query(process, lock_id) else { return };
         let ended = self.run_bare(end, &CancelToken::never(), |session| {
-            session.ask(&Message::new().raw(session.limits()).raw(&query)).map(drop)
+            let message = Message::new().raw(session.limits_plain()).raw(&query);
+            session.ask(&message).map(drop)
         });
         if let Err(fault) = ended {
             log::debug!(
@@ -357,8 +359,13 @@ impl PostgresBackend {
         Ok(())
     }
 
+    /// Where session locks get the connections that they keep.
+    pub(crate) fn source(&self) -> &Source {
+        &self.source
+    }
+
     /// When an operation that starts now must be over.
-    fn end(&self) -> Instant {
+    pub(crate) fn end(&self) -> Instant {
         let now = Instant::now();
         now.checked_add(self.settings.operation_timeout).unwrap_or(now + Duration::from_secs(86_400))
     }

@@ -54,6 +54,10 @@ impl Pool {
         })
     }
 
+    pub(crate) fn connector(&self) -> &Connector {
+        &self.connector
+    }
+
     /// A connection: an idle one, else a new one, else the next that comes back.
     ///
     /// Waits at most until `end` and at most `connection_timeout`. `RateLimited` when all are lent.

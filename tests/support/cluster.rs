@@ -280,7 +280,8 @@ pub fn signal(pid: u32, name: &str) {
 fn is_ready(data_dir: &Path, pid: u32) -> bool {
     let text = fs::read_to_string(data_dir.join("postmaster.pid")).unwrap_or_default();
     let mut lines = text.lines();
-    lines.next() == Some(&pid.to_string()) && lines.nth(6).is_some_and(|state| state.trim() == "ready")
+    lines.next() == Some(&pid.to_string())
+        && lines.nth(6).is_some_and(|state| matches!(state.trim(), "ready" | "standby"))
 }
 
 fn copy(from: Option<&Path>, to: &Path) -> bool {

@@ -29,17 +29,21 @@ pub mod account;
 pub mod binaries;
 pub mod cluster;
 pub mod keeper;
+pub mod leases;
 pub mod logs;
 pub mod proxy;
 pub mod schema;
 pub mod server;
+pub mod stored;
 pub mod wait;
+pub mod wire;
 pub mod worker;
 
 pub use cluster::{Config, Stop};
 pub use proxy::{Action, Network, Proxy};
 pub use schema::TestSchema;
 pub use server::Server;
+pub use stored::{NOW, Stored, StoredRow, id};
 pub use wait::{
     LIMIT, together, wait_until, wait_until_app_waits, wait_until_backend_gone, wait_until_backend_waits,
 };
