@@ -53,7 +53,7 @@ pub(super) fn lock(client: &LockClient, key: &Arc<str>, plan: &Plan) -> Result<L
     let _entered = engine.enter()?;
     prepare(engine, plan, end, &merged.token)?;
     let ticket = engine.queue.join(key);
-    let mut wait = Waiter { engine, token: &merged.token, ticket, bed: None, end, start, attempts: 0 };
+    let mut wait = Waiter { engine, token: &merged.token, ticket, bed: None, end, start, attempts: 0, conflict: None };
     wait.run(client, key, plan)
 }
 
@@ -77,6 +77,8 @@ struct Waiter<'a> {
     end: Moment,
     start: Moment,
     attempts: u64,
+    /// What the last attempt met, if that was no holder: another session's lock.
+    conflict: Option<LockError>,
 }
 
 impl Waiter<'_> {
@@ -167,6 +169,7 @@ impl Waiter<'_> {
                     return self.forgive(error.with_key(&**key), contended).map(|()| None);
                 }
             };
+        self.conflict = None;
         if !free {
             return Ok(None);
         }
@@ -178,12 +181,13 @@ impl Waiter<'_> {
 
     /// Contention is waited out. A call that was cut short by our own deadline, after the key was
     /// seen taken, is the time-out of the whole. Everything else is the caller's.
-    fn forgive(&self, error: LockError, contended: bool) -> Result<()> {
+    fn forgive(&mut self, error: LockError, contended: bool) -> Result<()> {
         // What may be held is never waited out.
         if error.is_outcome_unknown() {
             return Err(error);
         }
         if error.is_contention() {
+            self.conflict = Some(error);
             return Ok(());
         }
         let ours = contended && self.engine.clock.now() >= self.end;
@@ -206,13 +210,13 @@ impl Waiter<'_> {
         Ok(calls)
     }
 
-    fn check(&self) -> Result<()> {
+    fn check(&mut self) -> Result<()> {
         self.token.check()?;
         self.engine.check_open()?;
         if self.engine.clock.now() >= self.end { Err(self.timed_out(None)) } else { Ok(()) }
     }
 
-    fn timed_out(&self, cause: Option<LockError>) -> LockError {
+    fn timed_out(&mut self, cause: Option<LockError>) -> LockError {
         let waited = self.engine.clock.now().since(self.start).as_secs_f64();
         let error = LockError::new(ErrorCode::AcquisitionTimeout).with_message(match self.attempts {
             0 => format!(
@@ -225,7 +229,7 @@ impl Waiter<'_> {
                 "the key was not free within {waited:.3} s, at {n} attempts: raise timeout or max_retries, or hold the lock for less time"
             ),
         });
-        match cause {
+        match cause.or_else(|| self.conflict.take()) {
             Some(cause) => error.with_source(cause),
             None => error,
         }
@@ -245,7 +249,6 @@ fn attempt(
     let granted = match request(engine, key, plan.ttl, end, token) {
         Ok(AcquireResult::Acquired(granted)) => granted,
         Ok(AcquireResult::Locked) => return Ok(None),
-        Err(error) if error.is_contention() && !error.is_outcome_unknown() => return Ok(None),
         Err(error) => return Err(error),
     };
     let sent = if crate::sabotage::on("deadline") { engine.clock.now() } else { sent };
