@@ -53,7 +53,8 @@ pub(super) fn lock(client: &LockClient, key: &Arc<str>, plan: &Plan) -> Result<L
     let _entered = engine.enter()?;
     prepare(engine, plan, end, &merged.token)?;
     let ticket = engine.queue.join(key);
-    let mut wait = Waiter { engine, token: &merged.token, ticket, bed: None, end, start, attempts: 0, conflict: None };
+    let mut wait =
+        Waiter { engine, token: &merged.token, ticket, bed: None, end, start, attempts: 0, conflict: None };
     wait.run(client, key, plan)
 }
 
