@@ -29,30 +29,28 @@ pub(crate) const fn on(_switch: &str) -> bool {
 /// A statement's text, without the safeguards that are switched off.
 #[cfg(feature = "sabotage")]
 pub(crate) fn sql(mut text: String) -> String {
-    const CUTS: [(&str, &[(&str, &str)]); 5] = [
-        ("row-lock", &[(" FOR UPDATE OF l", ""), (" FOR UPDATE SKIP LOCKED", ""), (" FOR UPDATE", "")]),
-        ("upsert-condition", &[(" WHERE NOT (l.expires_at_ms > EXCLUDED.acquired_at_ms - 1000)", "")]),
-        (
-            "advisory-lock",
-            &[("pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext($1)::pg_catalog.int8)", "$1")],
-        ),
-        ("clock", &[("pg_catalog.clock_timestamp()", "pg_catalog.now()")]),
-        (
-            "durable",
-            &[
-                ("IN ('off', 'local')", "IN ('on', 'local')"),
-                ("'synchronous_commit', 'on'", "'synchronous_commit', 'off'"),
-            ],
-        ),
+    const CUTS: [(&str, &str, &str); 7] = [
+        ("row-lock", " FOR UPDATE OF l", ""),
+        ("row-lock", " FOR UPDATE SKIP LOCKED", ""),
+        ("row-lock", " FOR UPDATE", ""),
+        ("advisory-lock", "pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext($1)::pg_catalog.int8)", "$1"),
+        ("clock", "pg_catalog.clock_timestamp()", "pg_catalog.now()"),
+        ("durable", "ARRAY['off', 'local']", "ARRAY['on', 'local']"),
+        ("durable", "'synchronous_commit', 'on'", "'synchronous_commit', 'off'"),
     ];
-    for (switch, cuts) in CUTS {
+    for (switch, safeguard, without) in CUTS {
         if on(switch) {
-            for (safeguard, without) in cuts {
-                text = text.replace(safeguard, without);
-            }
+            text = text.replace(safeguard, without);
         }
     }
-    text
+    let upsert = text.split_once("user_key = EXCLUDED.user_key");
+    let condition = upsert.and_then(|(before, after)| Some((before, after.split_once(" RETURNING ")?.1)));
+    match condition {
+        Some((before, after)) if on("upsert-condition") => {
+            format!("{before}user_key = EXCLUDED.user_key RETURNING {after}")
+        }
+        _ => text,
+    }
 }
 
 /// The text as it is.

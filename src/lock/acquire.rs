@@ -58,7 +58,7 @@ pub(super) fn lock(client: &LockClient, key: &Arc<str>, plan: &Plan) -> Result<L
     prepare(engine, plan, end, &merged.token)?;
     let ticket = engine.queue.join(key);
     let mut wait =
-        Waiter { engine, token: &merged.token, ticket, bed: None, end, start, attempts: 0, in_the_way: None };
+        Waiter { engine, token: &merged.token, ticket, bed: None, end, start, attempts: 0, conflict: None };
     wait.run(client, key, plan)
 }
 
@@ -82,8 +82,8 @@ struct Waiter<'a> {
     end: Moment,
     start: Moment,
     attempts: u64,
-    /// What the server last said stood in the way, other than a holder's lease.
-    in_the_way: Option<LockError>,
+    /// What the last attempt met, if that was no holder: another session's lock.
+    conflict: Option<LockError>,
 }
 
 impl Waiter<'_> {
@@ -174,15 +174,12 @@ impl Waiter<'_> {
                     return self.forgive(error.with_key(&**key), contended).map(|()| None);
                 }
             };
+        self.conflict = None;
         if !free {
-            self.in_the_way = None;
             return Ok(None);
         }
         match attempt(client, key, plan, self.end, self.token) {
-            Ok(guard) => {
-                self.in_the_way = None;
-                Ok(guard)
-            }
+            Ok(guard) => Ok(guard),
             Err(error) => self.forgive(error, contended).map(|()| None),
         }
     }
@@ -195,7 +192,7 @@ impl Waiter<'_> {
             return Err(error);
         }
         if error.is_contention() {
-            self.in_the_way = Some(error);
+            self.conflict = Some(error);
             return Ok(());
         }
         let ours = contended && self.engine.clock.now() >= self.end;
@@ -237,7 +234,7 @@ impl Waiter<'_> {
                 "the key was not free within {waited:.3} s, at {n} attempts: raise timeout or max_retries, or hold the lock for less time"
             ),
         });
-        match cause.or_else(|| self.in_the_way.take()) {
+        match cause.or_else(|| self.conflict.take()) {
             Some(cause) => error.with_source(cause),
             None => error,
         }

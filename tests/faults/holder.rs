@@ -6,8 +6,7 @@ use std::time::Duration;
 
 use postgres::{Client, NoTls};
 use syncguard::{
-    AcquireResult, ErrorCode, ExtendResult, Heartbeat, LockError, LockGuard, LockOptions, PgLockClient,
-    ReleaseResult,
+    AcquireResult, ExtendResult, Heartbeat, LockError, LockGuard, LockOptions, PgLockClient, ReleaseResult,
 };
 
 use crate::history::{MS, now};
@@ -234,7 +233,8 @@ impl Holder<'_> {
         let in_transaction = self.random.below(2) == 0;
         let (key, fence) = (guard.key().to_owned(), guard.fence().get());
         let register = format!("{}:{key}", if in_transaction { "T" } else { "F" });
-        let nap = Duration::from_millis(self.random.below(25));
+        // Where fences do not protect, there is time for the damage.
+        let nap = Duration::from_millis(self.random.below(if self.fenced { 25 } else { 400 }));
         let mut sql = self.sql.take().or_else(|| connect(self.direct));
         let fenced = self.fenced;
         let call = || {

@@ -7,6 +7,7 @@
     clippy::unwrap_used,
     reason = "a test says by a panic what it did not expect"
 )]
+#![allow(unreachable_pub, dead_code, clippy::print_stdout, reason = "one program of several modules")]
 
 #[path = "../support/mod.rs"]
 mod support;

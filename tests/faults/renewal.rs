@@ -131,3 +131,41 @@ fn a_stalled_row_does_not_hold_up_the_renewal_of_others() {
         assert!(guard.is_held(), "{n}: {:?}", guard.lost_reason());
     }
 }
+
+/// A server's clock that jumps, as the rows see it: an expiry that is nearer or farther than it was.
+#[test]
+fn a_servers_clock_that_jumps_ahead_costs_the_lease_and_the_fence_still_protects() {
+    let mut bench = Bench::new(Duration::from_secs(2));
+    let options = LockOptions::new().ttl(Duration::from_secs(20)).heartbeat(Heartbeat::Every(ms(1500)));
+    let guard = bench.client.lock_with("k", &options).unwrap();
+    bench.sql.batch_execute("UPDATE syncguard_locks SET expires_at_ms = expires_at_ms - 3600000").unwrap();
+    let next = bench
+        .client
+        .acquire("k", Duration::from_secs(20))
+        .unwrap()
+        .acquired()
+        .expect("to the server it is over");
+    assert!(next.fence > guard.fence());
+    // The old holder still believes, which no lease can help; its transactions do not commit.
+    let mut transaction = bench.sql.transaction().unwrap();
+    assert!(guard.is_held());
+    assert!(guard.fence_transaction(&mut transaction).is_err());
+    drop(transaction);
+    // And its next renewal tells it.
+    assert!(guard.lost().wait_timeout(LIMIT));
+    assert!(matches!(guard.lost_reason(), Some(LostReason::TakenOver { fence }) if fence == next.fence));
+}
+
+#[test]
+fn a_servers_clock_that_jumps_back_keeps_the_key_until_it_is_renewed_or_released() {
+    let mut bench = Bench::new(Duration::from_secs(2));
+    let guard = bench.client.lock_with("k", &LockOptions::new().ttl(Duration::from_secs(1))).unwrap();
+    bench.sql.batch_execute("UPDATE syncguard_locks SET expires_at_ms = expires_at_ms + 3600000").unwrap();
+    let far = bench.row("k").unwrap().1;
+    wait_until(LIMIT, "a renewal brings the expiry back", || {
+        bench.row("k").is_some_and(|row| row.1 < far - 3_000_000)
+    });
+    assert!(guard.is_held());
+    assert!(guard.release().is_ok());
+    assert!(bench.row("k").is_none());
+}
