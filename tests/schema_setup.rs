@@ -391,7 +391,7 @@ fn the_counter_is_a_number_and_the_rows_fence_fifteen_digits() {
     for (key, lock_id) in [(key.as_str(), id("other").as_str()), ("other", row.lock_id.as_str())] {
         let sql = "INSERT INTO syncguard_locks VALUES ($1, $2, 1, 1, '1', 'x')";
         let error = Stored::new(&place.schema).client().execute(sql, &[&key, &lock_id]).unwrap_err();
-        assert_eq!(error.code().map(|state| state.code()), Some("23505"));
+        assert_eq!(error.code().map(postgres::error::SqlState::code), Some("23505"));
     }
 }
 
