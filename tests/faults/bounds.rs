@@ -21,7 +21,8 @@ fn chain(error: &LockError) -> String {
     let mut text = format!("{}: {error}", error.code());
     let mut next = error.source();
     while let Some(cause) = next {
-        text += &format!(": {cause}");
+        text.push_str(": ");
+        text.push_str(&cause.to_string());
         next = cause.source();
     }
     text
