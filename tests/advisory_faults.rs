@@ -85,7 +85,7 @@ fn a_stopped_holder_loses_its_lock_at_its_deadline_although_it_was_asked_meanwhi
     // Ends after the worker's deadline and the server's second, and before the worker's timer would
     // end if the question after 3 s had started it anew in full.
     let measure =
-        client.try_advisory_lock_with(&self::key(), &holding(Duration::from_millis(8500))).unwrap().unwrap();
+        client.try_advisory_lock_with(&self::key(), &holding(Duration::from_millis(9200))).unwrap().unwrap();
     let mut observer = server().client();
     let mut changed = || -> (std::time::SystemTime, bool) {
         let sql = "SELECT state_change, state = 'idle' FROM pg_stat_activity WHERE pid = $1";
@@ -102,6 +102,21 @@ fn a_stopped_holder_loses_its_lock_at_its_deadline_although_it_was_asked_meanwhi
     worker.tell("and now?");
     worker.expect("lost");
     assert!(next.is_held());
+}
+
+#[test]
+fn a_stopped_holder_that_was_never_asked_loses_its_lock_too() {
+    worker::part("holder", |parent| holder(parent));
+    let name = unique();
+    let test = "a_stopped_holder_that_was_never_asked_loses_its_lock_too";
+    let (mut worker, _) = start_holder(test, &name, 500, false);
+    worker.signal("STOP");
+    let client = client(server().url());
+    let options = AdvisoryOptions::new().timeout(LIMIT);
+    drop(client.advisory_lock_with(&AdvisoryKey::from_text(&name), &options).unwrap());
+    worker.signal("CONT");
+    worker.tell("and now?");
+    worker.expect("lost");
 }
 
 #[test]
@@ -317,6 +332,27 @@ fn a_server_that_became_a_standby_refuses_too() {
     server.start_again();
     let error = client.try_advisory_lock(&key()).unwrap_err();
     assert!(error.to_string().contains("standby"), "not only at the first lock: {error}");
+}
+
+#[test]
+fn a_token_ends_the_wait_for_a_server_that_does_not_answer() {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let limit = LIMIT * 2;
+    let client = builder()
+        .operation_timeout(limit)
+        .connection_timeout(limit)
+        .connect(&format!("postgresql://postgres@127.0.0.1:{port}/postgres"))
+        .unwrap();
+    let token = syncguard::CancelToken::new();
+    let start = Instant::now();
+    thread::scope(|scope| {
+        let call = scope.spawn(|| client.cancellable(&token).try_advisory_lock(&key()));
+        let _silent = listener.accept().unwrap();
+        token.cancel();
+        assert_eq!(call.join().unwrap().unwrap_err().code(), ErrorCode::Aborted);
+    });
+    assert!(start.elapsed() < limit, "the token, not the timeout");
 }
 
 #[test]

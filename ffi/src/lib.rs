@@ -1,12 +1,22 @@
 //! The C interface of syncguard. The contract is in `include/syncguard.h`; this is its other side.
 //!
 //! Invariants:
-//! 1. No panic leaves a function: [`shielded`] catches it and answers [`SYNCGUARD_PANIC`].
-//! 2. A handle is a `Box` that was turned into a pointer by [`give`] and is turned back exactly once,
+//! 1. No panic leaves a function: `shielded` catches it and answers [`SYNCGUARD_PANIC`].
+//! 2. A handle is a `Box` that was turned into a pointer by `give` and is turned back exactly once,
 //!    by the `_free` function of its type. All others only borrow it.
 //! 3. Both handle types are `Sync`, so C may use one from several threads.
-//! 4. No mutex is held while a call waits for the network: see [`syncguard_guard::with`].
+//! 4. No mutex is held while a call waits for the network: see `syncguard_guard::with`.
 
+// A panic in library code is a bug.
+#![warn(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    clippy::dbg_macro,
+    clippy::print_stdout,
+    clippy::print_stderr
+)]
 #![allow(non_camel_case_types, reason = "C sees these names")]
 #![allow(clippy::missing_safety_doc, reason = "the header says it, once for all functions")]
 
@@ -377,7 +387,7 @@ unsafe fn give<T>(out: *mut *mut T, value: T) {
 }
 
 /// # Safety
-/// NULL, or a handle of [`give`] that nobody uses any more.
+/// NULL, or a handle of `give` that nobody uses any more.
 unsafe fn free<T>(handle: *mut T) {
     if handle.is_null() {
         return;

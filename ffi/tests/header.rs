@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{CStr, CString, c_char};
-use std::ptr::{null, null_mut};
+use std::ptr::{dangling_mut, null, null_mut};
 
 use syncguard::ErrorCode;
 use syncguard_ffi::*;
@@ -121,8 +121,8 @@ fn every_code_has_its_own_number_and_the_librarys_name() {
 #[test]
 fn null_is_answered_and_never_followed() {
     let key = CString::new("key").expect("no zero byte in it");
-    let mut guard: *mut syncguard_guard = 8 as *mut _;
-    let mut client: *mut syncguard_client = 8 as *mut _;
+    let mut guard: *mut syncguard_guard = dangling_mut();
+    let mut client: *mut syncguard_client = dangling_mut();
     // SAFETY: NULL is allowed everywhere, and what is not NULL is valid.
     unsafe {
         assert_eq!(syncguard_client_connect(null(), null(), &raw mut client), SYNCGUARD_INVALID_ARGUMENT);

@@ -72,6 +72,7 @@ pub(super) fn lock(
                 Err(error) if error.code() == ErrorCode::NetworkTimeout && is_over() => {
                     return Err(timed_out(start).with_source(error));
                 }
+                Err(_) if cancel.is_cancelled() => return Err(LockError::aborted()),
                 Err(error) => return Err(error),
             }
         }

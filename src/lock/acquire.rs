@@ -40,7 +40,11 @@ pub(super) fn try_lock(client: &LockClient, key: &Arc<str>, plan: &Plan) -> Resu
     let _entered = engine.enter()?;
     let end = engine.call_deadline(Moment::NEVER);
     prepare(engine, plan, end, &merged.token)?;
-    attempt(client, key, plan, end, &merged.token)
+    match attempt(client, key, plan, end, &merged.token) {
+        // Somebody's lock was in the way for the whole time of the call.
+        Err(error) if error.is_contention() && !error.is_outcome_unknown() => Ok(None),
+        outcome => outcome,
+    }
 }
 
 /// Waits for the lock.
@@ -300,7 +304,9 @@ pub(super) fn request(
         }
         if error.is_outcome_unknown() {
             let id = error.lock_id().unwrap_or(lock_id.as_str());
-            let over_at = engine.clock.now().after(ttl).after(TOLERANCE);
+            // A request that has reached the server may still wait there, for as long as it may.
+            let grace = engine.backend.operation_timeout();
+            let over_at = engine.clock.now().after(grace).after(ttl).after(TOLERANCE);
             let mut deferred = unheld(engine, key, id, over_at);
             deferred.may_arrive = true;
             // For a single acquire this is the first time that a thread is needed. Without one the

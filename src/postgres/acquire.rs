@@ -85,12 +85,15 @@ impl<'a> Acquire<'a> {
         end: Instant,
         cancel: &CancelToken,
     ) -> Result<AcquireResult> {
+        let grace = backend.settings.operation_timeout;
         let mut pause = Duration::from_millis(10);
         loop {
-            let Fault::Doubt { error, process } = doubt else { return Err(self.unknown(doubt.into_error())) };
+            let Fault::Doubt { error, process } = doubt else {
+                return Err(self.unknown(doubt.into_error(), grace));
+            };
             if Instant::now() + pause >= end || cancel.is_cancelled() {
                 let error = if cancel.is_cancelled() { LockError::aborted() } else { error };
-                return Err(self.unknown(error));
+                return Err(self.unknown(error, grace));
             }
             if let Some(process) = &process {
                 backend.end_process(process, self.lock_id.as_str(), end);
@@ -157,9 +160,10 @@ impl<'a> Acquire<'a> {
         error.with_key(self.key.as_str()).with_lock_id(self.lock_id.as_str())
     }
 
-    fn unknown(&self, error: LockError) -> LockError {
+    fn unknown(&self, error: LockError, grace: Duration) -> LockError {
         let tolerance = Duration::from_millis(TIME_TOLERANCE_MS.unsigned_abs());
-        self.label(error).with_unknown_outcome(self.ttl.get() + tolerance)
+        // A message that has reached the server may wait there for as long as its limits allow.
+        self.label(error).with_unknown_outcome(grace + self.ttl.get() + tolerance)
     }
 
     fn grant_args(&self) -> [Arg<'_>; 5] {
@@ -296,13 +300,11 @@ fn granted(answers: &Answers, from_last: usize) -> Result<Option<Round>> {
 /// Whether the message failed itself because the counter would have been raised for nothing:
 /// somebody who does not queue has taken the row in between.
 fn is_all_or_nothing(trouble: &Trouble) -> bool {
-    matches!(trouble, Trouble::Refused(error) if error.to_string().contains("22012"))
+    matches!(trouble, Trouble::Refused(error) if error.sqlstate() == Some("22012"))
 }
 
 fn fence_exhausted() -> LockError {
-    LockError::new(ErrorCode::Internal).with_message(format!(
-        "the key's fence counter has reached its limit of {FENCE_MAX} and grants nothing more: use a new key; never reset a counter"
-    ))
+    Fence::following(FENCE_MAX).err().unwrap_or_else(malformed)
 }
 
 #[cfg(test)]

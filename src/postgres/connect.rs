@@ -12,6 +12,7 @@ use postgres::{Client, Config, NoTls};
 use tokio_postgres::Socket;
 use tokio_postgres::tls::{MakeTlsConnect, TlsConnect};
 
+use crate::cancel::CancelToken;
 use crate::error::{LockError, Result};
 use crate::postgres::error::{connect_error, in_runtime};
 use crate::postgres::link::{Encryption, GuardedTls, Link};
@@ -43,12 +44,23 @@ impl Connector {
         Ok(Self(Arc::new(Place::new(config, tls, operation_timeout)?)))
     }
 
-    /// A connection, within `limit`. What names resolve to is up to the system's resolver, whose
-    /// time is not bounded by us.
-    pub(crate) fn open(&self, limit: Duration) -> Result<Wire> {
+    /// A connection, within `limit`, unless the token fires: then the server's silence is not waited
+    /// for (its TCP handshake is). What names resolve to is up to the system's resolver, whose time is
+    /// not bounded by us.
+    pub(crate) fn open(&self, limit: Duration, cancel: &CancelToken) -> Result<Wire> {
         let link = Link::new();
         link.limit(limit);
-        let client = guard_runtime(|| self.0.open(&link, limit))?.map_err(connect_error)?;
+        let cut = link.clone();
+        let watch = cancel.subscribe(move || cut.kill());
+        let opened = guard_runtime(|| self.0.open(&link, limit))?;
+        drop(watch);
+        if link.is_dead() {
+            if let Ok(client) = opened {
+                drop_client(client);
+            }
+            return Err(LockError::aborted());
+        }
+        let client = opened.map_err(connect_error)?;
         link.unlimited();
         Ok(Wire { client: Some(client), link })
     }

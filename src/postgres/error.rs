@@ -131,7 +131,8 @@ fn server_error(sqlstate: &str, error: postgres::Error) -> LockError {
     } else {
         hint(sqlstate, code)
     };
-    let mut mapped = LockError::new(code).with_message(format!("{hint} (SQLSTATE {sqlstate})"));
+    let mut mapped =
+        LockError::new(code).with_message(format!("{hint} (SQLSTATE {sqlstate})")).with_sqlstate(sqlstate);
     if matches!(sqlstate, "40001" | "40P01" | "55P03") {
         mapped = mapped.with_contention();
     }

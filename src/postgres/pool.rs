@@ -121,7 +121,7 @@ impl Pool {
             Some(idle) => {
                 Ok(Lent { pool: Arc::clone(self), wire: Some(idle.wire), memo: idle.memo, fresh: false })
             }
-            None => self.open(end),
+            None => self.open(end, cancel),
         }
     }
 
@@ -143,10 +143,10 @@ impl Pool {
         self.purge();
     }
 
-    fn open(self: &Arc<Self>, end: Instant) -> Result<Lent> {
+    fn open(self: &Arc<Self>, end: Instant, cancel: &CancelToken) -> Result<Lent> {
         // The slot is given back if opening fails or panics.
         let mut lent = Lent { pool: Arc::clone(self), wire: None, memo: Memo::default(), fresh: true };
-        lent.wire = Some(Box::new(self.connector.open(rest(end))?));
+        lent.wire = Some(Box::new(self.connector.open(rest(end), cancel)?));
         Ok(lent)
     }
 

@@ -38,7 +38,7 @@ pub(crate) fn release(
         Err(Fault::Error(error)) => Err(error),
         Err(doubt) => Err(doubt
             .into_error()
-            .with_unknown_outcome(Duration::ZERO)),
+            .with_unknown_outcome(Duration::MAX)),
     }
     .map_err(|error| error.with_lock_id(lock_id.as_str()))
 }

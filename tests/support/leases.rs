@@ -99,6 +99,13 @@ pub fn sessions(observer: &mut Client, application_name: &str) -> i64 {
     observer.query_one(sql, &[&application_name]).expect("the server answers").get(0)
 }
 
+/// The table that this backend waits for; for a test that must know where it stopped a call.
+pub fn waits_for_table(observer: &mut Client, pid: i32) -> Option<String> {
+    let sql = "SELECT c.relname::text FROM pg_locks l JOIN pg_class c ON c.oid = l.relation \
+               WHERE l.pid = $1 AND NOT l.granted";
+    observer.query_opt(sql, &[&pid]).expect("the server answers").map(|row| row.get(0))
+}
+
 /// The threads of this process whose names begin so (Linux keeps 15 characters of them).
 pub fn threads_named(prefix: &str) -> usize {
     let tasks = std::fs::read_dir("/proc/self/task").expect("Linux lists a process's threads");

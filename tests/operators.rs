@@ -1,0 +1,380 @@
+//! What operators see, and the two ways to take rows away.
+
+// A test that fails panics.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+mod support;
+
+use std::time::Duration;
+
+use support::{Call, Config, LIMIT, Place, Role, Server, TTL, id, logs, place, unique, wait_until};
+use syncguard::{
+    CLEANUP_GUARD_MS, CancelToken, ErrorCode, ExtendResult, Heartbeat, LockBackend, LockOptions, LostReason,
+    PgLockClient, Reason, ReleaseOutcome, hash_key,
+};
+
+#[test]
+fn holders_are_the_live_leases_those_that_end_last_first() {
+    let place = place();
+    let operator = place.client.operator();
+    assert_eq!(operator.holders(10).unwrap(), []);
+    for (key, ttl_ms) in [("short", 10_000), ("long", 60_000), ("over", -1_500), ("nearly over", -1)] {
+        place.stored.write(key, &id(&key.replace(' ', "-")), ttl_ms, 7);
+    }
+    let raw = operator.holders_raw(10).unwrap();
+    let keys: Vec<_> = raw.iter().map(|info| info.key.as_str()).collect();
+    assert!(keys == ["long", "short", "nearly over"] || keys == ["long", "short"], "{keys:?}");
+    let holders = operator.holders(2).unwrap();
+    assert_eq!(holders, raw.iter().take(2).map(syncguard::LockInfoDebug::sanitized).collect::<Vec<_>>());
+    let shown = format!("{holders:?} {raw:?}");
+    assert!(!shown.contains("short") && !shown.contains(&id("short")), "{shown}");
+    assert_eq!(holders[0].key_hash, hash_key("long"));
+    assert_eq!(operator.holders(0).unwrap(), []);
+}
+
+#[test]
+fn counts_tell_live_expired_and_counters_apart() {
+    let place = place();
+    for n in 0..3 {
+        place.stored.write(&format!("live {n}"), &id(&format!("live{n}")), 30_000, 7);
+    }
+    for n in 0..2 {
+        place.stored.write(&format!("dead {n}"), &id(&format!("dead{n}")), -1_500, 7);
+    }
+    place.stored.set_counter("never held now", 5);
+    let counts = place.client.operator().counts().unwrap();
+    assert_eq!((counts.live, counts.expired, counts.counters), (3, 2, 6));
+}
+
+#[test]
+fn waiters_are_the_sessions_in_a_keys_queue_and_whom_they_wait_for() {
+    let place = place();
+    let (key, other) = (place.key("a"), place.key("b"));
+    let mut holder = place.schema.client();
+    let pid: i32 = holder.query_one("SELECT pg_backend_pid()", &[]).unwrap().get(0);
+    holder
+        .batch_execute(&format!(
+            "BEGIN; SELECT pg_advisory_xact_lock(hashtext('{key}')), pg_advisory_xact_lock(hashtext('{other}'))"
+        ))
+        .unwrap();
+    let names = [unique(), unique()];
+    let calls: Vec<_> = names
+        .iter()
+        .zip([&key, &other])
+        .map(|(name, key)| {
+            let (client, key) = (place.named(name), key.clone());
+            Call::start(name, move || client.acquire(&key, TTL))
+        })
+        .collect();
+    calls.iter().for_each(|call| call.wait_until_blocked(&place.stored));
+    let operator = place.client.operator();
+    for (key, name) in [&key, &other].into_iter().zip(&names) {
+        let waiters = operator.waiters(key).unwrap();
+        assert_eq!(waiters.len(), 1, "{waiters:?}");
+        assert_eq!(
+            (&waiters[0].application_name, waiters[0].blocked_by.as_slice()),
+            (name, [pid].as_slice())
+        );
+        assert!(waiters[0].waiting_ms >= 0 && waiters[0].pid != pid);
+    }
+    assert_eq!(operator.waiters(&place.key("c")).unwrap(), []);
+    // A lock of two integers that looks alike is another lock.
+    holder.batch_execute("COMMIT").unwrap();
+    for call in calls {
+        assert!(call.join().unwrap().acquired().is_some());
+    }
+    assert_eq!(operator.waiters(&key).unwrap(), []);
+}
+
+#[test]
+fn breaking_a_lock_frees_the_key_raises_its_fence_and_the_holder_is_told() {
+    let place = place();
+    let key = place.key("a");
+    place.stored.run("CREATE TABLE work (what text)");
+    let (tell, told) = std::sync::mpsc::channel();
+    let options = LockOptions::new()
+        .ttl(TTL)
+        .heartbeat(Heartbeat::Every(Duration::from_millis(100)))
+        .on_lost(move |reason| tell.send(reason).unwrap());
+    let guard = place.client.lock_with(&key, &options).unwrap();
+    let log = logs::capture();
+    let broken = place.client.operator().break_lock(&key, "an operator").unwrap();
+    assert_eq!(broken.was.unwrap().fence, guard.fence());
+    assert!(broken.fence > guard.fence());
+    assert_eq!(place.stored.counter(&key), Some(2));
+    let lines = log.of_this_thread();
+    let line = lines.iter().find(|line| line.text.contains("an operator")).unwrap();
+    assert!(
+        line.level == log::Level::Warn && line.text.contains(&hash_key(&key)) && !line.text.contains(&key)
+    );
+
+    // What the old holder still does under its fence is refused, also before it knows.
+    let mut client = place.schema.client();
+    let mut tx = client.transaction().unwrap();
+    assert_eq!(guard.fence_transaction(&mut tx).unwrap_err().code(), ErrorCode::Aborted);
+    assert!(tx.execute("INSERT INTO work VALUES ('stale')", &[]).is_err());
+    drop(tx);
+    assert!(guard.lost().wait_timeout(LIMIT));
+    assert_eq!(guard.lost_reason(), Some(LostReason::RowMissing));
+    assert_eq!(told.recv_timeout(LIMIT).unwrap(), LostReason::RowMissing);
+    assert!(!guard.is_held());
+    let next = place.client.acquire(&key, TTL).unwrap().acquired().unwrap();
+    assert!(next.fence > broken.fence);
+}
+
+#[test]
+fn breaking_a_free_an_expired_or_an_unknown_key_raises_its_fence_too() {
+    let place = place();
+    let operator = place.client.operator();
+    let (unknown, expired) = (place.key("unknown"), place.key("expired"));
+    let broken = operator.break_lock(&unknown, "a test").unwrap();
+    assert_eq!((broken.was, broken.fence.get()), (None, 1));
+    place.stored.write(&expired, &id("expired"), -5_000, 41);
+    let broken = operator.break_lock(&expired, "a test").unwrap();
+    assert_eq!((broken.was.unwrap().fence.get(), broken.fence.get()), (41, 42));
+    assert!(place.stored.row(&expired).is_none());
+}
+
+#[test]
+fn a_lock_whose_counter_is_in_a_fenced_transaction_is_broken_when_that_has_ended_or_not_at_all() {
+    let place = place();
+    let key = place.key("a");
+    let grant = place.hold(&key);
+    let hasty = place.build(&unique(), PgLockClient::builder().operation_timeout(Duration::from_millis(300)));
+    let mut client = place.schema.client();
+    let mut tx = client.transaction().unwrap();
+    place.client.assert_fence(&mut tx, &key, grant.fence).unwrap();
+    let error = hasty.operator().break_lock(&key, "a test").unwrap_err();
+    assert_eq!((error.code(), error.is_outcome_unknown()), (ErrorCode::NetworkTimeout, false), "{error:?}");
+    assert!(place.stored.row(&key).is_some() && place.stored.counter(&key) == Some(1));
+    tx.commit().unwrap();
+    assert_eq!(place.client.operator().break_lock(&key, "a test").unwrap().fence.get(), 2);
+}
+
+#[test]
+fn clean_up_deletes_what_is_over_for_two_seconds_and_nothing_else() {
+    let place = place();
+    for (key, ttl_ms) in [
+        ("live", 30_000),
+        ("edge", -1),
+        ("1500", -1_500),
+        ("1700", -1_700),
+        ("2500", -2_500),
+        ("old", -3_600_000),
+    ] {
+        place.stored.write(key, &id(key), ttl_ms, 7);
+    }
+    assert_eq!(CLEANUP_GUARD_MS, 2_000);
+    let operator = place.client.operator();
+    assert_eq!(operator.cleanup_expired(1).unwrap(), 1);
+    assert!(place.stored.row("old").is_none() && place.stored.row("2500").is_some(), "the oldest first");
+    let deleted = operator.cleanup_expired(100).unwrap();
+    let began = place.stored.row("live").unwrap().acquired_at_ms;
+    if place.stored.now_ms() - began < 250 {
+        assert_eq!(deleted, 1);
+        assert!(["live", "edge", "1500", "1700"].iter().all(|key| place.stored.row(key).is_some()));
+    }
+    assert!(place.stored.row("2500").is_none() && place.stored.row("live").is_some());
+    for key in ["live", "edge", "1500", "1700", "2500", "old"] {
+        assert_eq!(place.stored.counter(key), Some(7), "counters stay");
+    }
+    // The row that went in the middle of its guard stays until it is old enough, to the millisecond.
+    let row = place.stored.row("live").unwrap();
+    place.stored.write("exact", &id("exact"), -1_800, 7);
+    let expires = place.stored.row("exact").unwrap().expires_at_ms;
+    wait_until(LIMIT, "the row is old enough", || {
+        operator.cleanup_expired(100).unwrap() > 0 && place.stored.row("exact").is_none()
+    });
+    assert!(place.stored.now_ms() > expires + 2_000);
+    assert_eq!(place.stored.row("live").unwrap(), row);
+}
+
+#[test]
+fn clean_up_needs_no_right_to_delete_counters() {
+    let place = place();
+    let role = Role::without_rights(&place.schema);
+    place.stored.run(&format!(
+        "GRANT USAGE ON SCHEMA {} TO {name}; GRANT SELECT, INSERT, UPDATE, DELETE ON syncguard_locks TO {name}; \
+         GRANT SELECT, INSERT, UPDATE ON syncguard_fence_counters TO {name}",
+        place.schema.name(),
+        name = role.name()
+    ));
+    let client = role.connect(PgLockClient::builder().cleanup_in_is_locked(true)).unwrap();
+    place.stored.write("old", &id("old"), -5_000, 7);
+    assert_eq!(client.operator().cleanup_expired(10).unwrap(), 1);
+    assert_eq!(client.operator().break_lock("old", "a test").unwrap().fence.get(), 8);
+}
+
+#[test]
+fn clean_up_skips_a_row_that_somebody_is_working_on() {
+    let place = place();
+    for key in ["busy", "idle"] {
+        place.stored.write(key, &id(key), -5_000, 7);
+    }
+    let mut busy = place.schema.client();
+    busy.batch_execute("BEGIN; SELECT FROM syncguard_locks WHERE key = 'busy' FOR UPDATE").unwrap();
+    assert_eq!(place.client.operator().cleanup_expired(10).unwrap(), 1);
+    assert!(place.stored.row("busy").is_some() && place.stored.row("idle").is_none());
+    busy.batch_execute("ROLLBACK").unwrap();
+    assert_eq!(place.client.operator().cleanup_expired(10).unwrap(), 1);
+}
+
+#[test]
+fn a_lease_that_was_extended_in_the_meantime_survives_clean_up() {
+    let place = place();
+    let key = place.key("a");
+    place.stored.write(&key, &id("a"), -5_000, 7);
+    // The clean-up has begun and found the row over; before it can lock it, the row is renewed.
+    let mut first = place.schema.client();
+    first.batch_execute("BEGIN; LOCK TABLE syncguard_locks IN EXCLUSIVE MODE").unwrap();
+    let name = unique();
+    let client = place.named(&name);
+    let call = Call::start(&name, move || client.operator().cleanup_expired(10));
+    call.wait_until_blocked(&place.stored);
+    first
+        .batch_execute(&format!(
+            "UPDATE syncguard_locks SET expires_at_ms = {} + 30000; COMMIT",
+            support::NOW
+        ))
+        .unwrap();
+    assert_eq!(call.join().unwrap(), 0);
+    assert!(place.stored.row(&key).is_some());
+}
+
+#[test]
+fn extends_and_clean_ups_at_once_never_lose_a_live_lease() {
+    let place = place();
+    let key = place.key("a");
+    let grant = place.hold(&key);
+    let stop = CancelToken::new();
+    std::thread::scope(|scope| {
+        for n in 0..2 {
+            let (place, stop) = (&place, &stop);
+            scope.spawn(move || {
+                while !stop.is_cancelled() {
+                    let name = format!("old {n}");
+                    place.stored.write(&name, &id(&name.replace(' ', "-")), -5_000, 7);
+                    place.client.operator().cleanup_expired(10).unwrap();
+                }
+            });
+        }
+        for _ in 0..100 {
+            let extended = place.client.extend(&grant.lock_id, TTL).unwrap();
+            assert!(matches!(extended, ExtendResult::Extended { .. }));
+        }
+        stop.cancel();
+    });
+    assert_eq!(place.stored.row(&key).unwrap().lock_id, grant.lock_id);
+}
+
+/// Rows that are over for an hour, one after another; how many of them a look deletes.
+fn cleaning(place: &Place) -> PgLockClient {
+    place.build(&unique(), PgLockClient::builder().cleanup_in_is_locked(true))
+}
+
+#[test]
+fn looking_deletes_nothing_unless_it_is_asked_to() {
+    let place = place();
+    let key = place.key("a");
+    place.stored.write(&key, &id("a"), -3_600_000, 7);
+    for _ in 0..20 {
+        assert!(!place.client.is_locked(&key).unwrap());
+    }
+    // Another client that cleans shows that there was something to clean.
+    assert!(place.stored.row(&key).is_some());
+    let client = cleaning(&place);
+    assert!(!client.is_locked(&key).unwrap());
+    wait_until(LIMIT, "the row is gone", || place.stored.row(&key).is_none());
+    assert_eq!(place.stored.counter(&key), Some(7));
+    // Then nothing is left that would tell an expired lease from an unknown one.
+    let never = CancelToken::never();
+    let answer = LockBackend::release(&client, &id("a"), &never).unwrap();
+    assert_eq!(answer, ReleaseOutcome::NotHeld(Some(Reason::NotFound)));
+}
+
+#[test]
+fn looking_cleans_up_at_most_once_a_second() {
+    let place = place();
+    // Every clean-up that deletes something is counted by the server.
+    place.stored.run(
+        "CREATE TABLE passes (at timestamptz); \
+         CREATE FUNCTION count_pass() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN \
+           EXECUTE format('INSERT INTO %I.passes VALUES (clock_timestamp())', TG_TABLE_SCHEMA); RETURN NULL; END $$; \
+         CREATE TRIGGER counted AFTER DELETE ON syncguard_locks FOR EACH STATEMENT EXECUTE FUNCTION count_pass()",
+    );
+    let client = cleaning(&place);
+    let key = place.key("a");
+    let passes = || place.stored.one("SELECT count(*) FROM passes", &[]).get::<_, i64>(0);
+    let (start, mut looks) = (std::time::Instant::now(), 0);
+    while passes() < 2 {
+        place.stored.write(&key, &id("a"), -3_600_000, 7);
+        assert!(!client.is_locked(&key).unwrap());
+        looks += 1;
+        assert!(start.elapsed() < LIMIT);
+    }
+    let sql = "SELECT extract(epoch FROM max(at) - min(at))::float8 FROM passes";
+    let apart: f64 = place.stored.one(sql, &[]).get(0);
+    assert!(looks > 5 && apart > 0.5, "{looks} looks, passes {apart} s apart");
+}
+
+#[test]
+fn looking_answers_although_its_clean_up_cannot_be_done() {
+    let place = place();
+    let key = place.key("a");
+    place.stored.write(&key, &id("a"), -3_600_000, 7);
+    let role = Role::without_rights(&place.schema);
+    place.stored.run(&format!(
+        "GRANT USAGE ON SCHEMA {} TO {name}; GRANT SELECT ON syncguard_locks, syncguard_fence_counters TO {name}",
+        place.schema.name(),
+        name = role.name()
+    ));
+    let client = role.connect(PgLockClient::builder().cleanup_in_is_locked(true)).unwrap();
+    let log = logs::capture();
+    assert!(!client.is_locked(&key).unwrap());
+    wait_until(LIMIT, "the clean-up has failed, quietly", || {
+        log.lines().iter().any(|line| {
+            line.level == log::Level::Debug && line.text.contains("clean-up") && line.text.contains("42501")
+        })
+    });
+    assert!(!client.is_locked(&key).unwrap());
+    // Nor does a clean-up that is held up hold up the answer.
+    let client = cleaning(&place);
+    client.is_locked(&place.key("so that everything is prepared")).unwrap();
+    let mut busy = place.schema.client();
+    busy.batch_execute("BEGIN; LOCK TABLE syncguard_locks IN SHARE ROW EXCLUSIVE MODE").unwrap();
+    for _ in 0..3 {
+        assert!(!client.is_locked(&key).unwrap());
+    }
+    assert!(place.stored.row(&key).is_some());
+    busy.batch_execute("ROLLBACK").unwrap();
+}
+
+#[test]
+fn idle_counters_need_a_server_that_remembers_times() {
+    let place = place();
+    let error = place.client.operator().idle_counters(Duration::ZERO, 10).unwrap_err();
+    assert_eq!(error.code(), ErrorCode::InvalidArgument, "{error:?}");
+    assert!(error.to_string().contains("track_commit_timestamp"), "{error}");
+
+    let server = Server::start(&Config::new().set("track_commit_timestamp", "on"));
+    let place = Place::new(server.schema());
+    let before = place.stored.now_ms();
+    for (key, fence) in [("a", 1), ("b", 20)] {
+        place.stored.set_counter(key, fence);
+    }
+    let after = place.stored.now_ms() + 1;
+    let operator = place.client.operator();
+    let idle = operator.idle_counters(Duration::ZERO, 10).unwrap();
+    assert_eq!(
+        idle.iter().map(|counter| counter.fence.get()).collect::<Vec<_>>(),
+        [1, 20],
+        "the longest idle first"
+    );
+    assert_eq!(idle[0].key_hash, hash_key("a"));
+    assert!((before..=after).contains(&idle[0].raised_at_ms.unwrap()), "{idle:?}");
+    assert_eq!(operator.idle_counters(Duration::from_secs(3600), 10).unwrap(), []);
+    assert_eq!(operator.idle_counters(Duration::MAX, 10).unwrap(), []);
+    assert_eq!(operator.idle_counters(Duration::ZERO, 1).unwrap().len(), 1);
+    // It is a report.
+    assert_eq!(place.client.operator().counts().unwrap().counters, 2);
+}
