@@ -390,18 +390,24 @@ fn lock_survives_a_real_deadlock() {
 #[test]
 fn lock_outlasts_a_table_lock_that_is_longer_than_one_attempt() {
     let schema = support::schema();
-    let events = Events::default();
-    let builder = PgLockClient::builder().operation_timeout(ms(150)).telemetry(events.options());
-    let client = leases::connect(builder, &schema.url());
-    let mut other = schema.client();
+    let app = format!("table-{}", schema.name());
+    let builder = PgLockClient::builder().operation_timeout(ms(150));
+    let client = leases::connect(builder, &leases::named(&schema.url(), &app));
+    let (mut observer, mut other) = (schema.client(), schema.client());
     other.batch_execute("BEGIN; LOCK TABLE syncguard_locks").unwrap();
     let error = client.acquire("k", TTL).unwrap_err();
     assert_eq!(error.code(), ErrorCode::NetworkTimeout);
     assert!(error.is_contention() && !error.is_outcome_unknown(), "{error:?}");
     thread::scope(|scope| {
         let locking = scope.spawn(|| client.lock_with("k", &eager()));
-        wait_until(LIMIT, "an attempt has failed", || {
-            events.failed(Operation::Acquire, ErrorCode::NetworkTimeout) >= 2
+        // The first attempt, and the looks after it, each end in time and are followed by another.
+        let mut seen = std::collections::HashSet::new();
+        let sql = "SELECT DISTINCT a.query_start::text FROM pg_stat_activity a JOIN pg_locks l ON l.pid = a.pid \
+                   WHERE a.application_name = $1 AND NOT l.granted";
+        wait_until(LIMIT, "four of them were blocked", || {
+            seen.extend(observer.query(sql, &[&app]).unwrap().iter().map(|row| row.get::<_, String>(0)));
+            assert!(!locking.is_finished(), "the wait has ended: {:?}", seen.len());
+            seen.len() >= 4
         });
         other.batch_execute("ROLLBACK").unwrap();
         assert_eq!(locking.join().unwrap().unwrap().fence().get(), 1);

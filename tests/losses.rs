@@ -166,6 +166,30 @@ fn a_lease_is_lost_by_its_own_deadline_when_the_server_is_frozen() {
     wait_until_released(&mut schema.client(), "second");
 }
 
+#[test]
+fn a_holder_learns_of_its_loss_in_time_although_a_callback_blocks_the_worker() {
+    let schema = support::schema();
+    let client = client(&schema);
+    let (inside, gate) = (Told::new(), Arc::new(Mutex::new(())));
+    let closed = gate.lock().unwrap();
+    let options = often().on_lost({
+        let (tell, gate) = (inside.sink(), Arc::clone(&gate));
+        move |reason| {
+            tell(reason);
+            drop(gate.lock());
+        }
+    });
+    let first = client.lock_with("first", &options).unwrap();
+    delete_row(&mut schema.client(), "first");
+    wait_until(LIMIT, "the callback blocks the worker", || !inside.list().is_empty());
+    // Nobody renews this one now; that its time is over needs neither the worker nor the server.
+    let second = client.lock_with("second", &LockOptions::new().ttl(ms(400))).unwrap();
+    assert!(second.lost().wait_timeout(LIMIT));
+    assert!(!second.is_held() && second.lost_reason() == Some(LostReason::Expired));
+    drop(closed);
+    drop((first, second));
+}
+
 /// Has the next `times` updates of the lock table fail.
 fn fail_updates(observer: &mut Client, times: usize) {
     observer

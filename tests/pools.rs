@@ -269,6 +269,32 @@ fn a_callers_connection_in_doubt_does_not_go_back() {
 }
 
 #[test]
+fn a_callers_connection_is_bounded_from_its_first_message_on() {
+    // Our deadline does not reach a connection that is not ours: the server has to end the wait.
+    let schema = support::schema();
+    drop(leases::client(&schema));
+    let app = app(&schema);
+    let mut other = schema.client();
+    for (round, sql) in
+        ["LOCK TABLE syncguard_locks", "LOCK TABLE syncguard_fence_counters"].iter().enumerate()
+    {
+        let pool = callers_pool(&schema, &app, 2);
+        let builder = PgLockClient::builder().operation_timeout(ms(200)).auto_create_tables(false);
+        let client = builder.build(pool).unwrap();
+        other.batch_execute(&format!("BEGIN; {sql}")).unwrap();
+        for _ in 0..2 {
+            let start = Instant::now();
+            let error = client.acquire("k", TTL).unwrap_err();
+            assert_eq!(error.code(), ErrorCode::NetworkTimeout, "{error:?}");
+            assert!(error.is_contention() && !error.is_outcome_unknown(), "{error:?}");
+            assert!(start.elapsed() < ms(200) + MARGIN, "it took {:?}", start.elapsed());
+        }
+        other.batch_execute("ROLLBACK").unwrap();
+        assert_eq!(cycle(&client, "k"), u64::try_from(round).unwrap() + 1);
+    }
+}
+
+#[test]
 fn several_clients_share_one_pool() {
     let schema = support::schema();
     let app = app(&schema);

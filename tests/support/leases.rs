@@ -141,13 +141,17 @@ impl Events {
     }
 }
 
-/// Until the thread with this directory of `/proc` sleeps, and goes on sleeping: it waits for somebody.
+/// Until the thread with this directory of `/proc` waits to be called by another thread, and goes on
+/// waiting. One that waits for an answer of the server sleeps elsewhere in the kernel.
 #[track_caller]
 pub fn wait_until_asleep(thread: &std::path::Path) {
+    let read = |file| std::fs::read_to_string(thread.join(file)).unwrap_or_default();
     let mut looks = 0;
-    wait_until(LIMIT, "the thread sleeps", || {
-        let stat = std::fs::read_to_string(thread.join("stat")).unwrap_or_default();
-        looks = if stat.contains(") S ") { looks + 1 } else { 0 };
+    wait_until(LIMIT, "the thread waits to be called", || {
+        let place = read("wchan");
+        // Where the kernel does not say the place, that it sleeps has to do.
+        let called = place.contains("futex") || matches!(place.trim(), "" | "0");
+        looks = if called && read("stat").contains(") S ") { looks + 1 } else { 0 };
         looks >= 5
     });
 }
