@@ -19,7 +19,11 @@ const LONG: Duration = Duration::from_secs(300);
 
 /// Waits for ever, and asks again in an hour.
 fn sleepy() -> LockOptions {
-    LockOptions::new().wait_forever().backoff(Backoff::Fixed).retry_delay(Duration::from_secs(3600))
+    LockOptions::new()
+        .wait_forever()
+        .backoff(Backoff::Fixed)
+        .retry_delay(Duration::from_secs(3600))
+        .wake_ups(false)
 }
 
 type Call = fn(&PgLockClient, &CancelToken) -> Result<()>;

@@ -14,7 +14,11 @@ const TTL: Duration = Duration::from_secs(30);
 
 /// Waits for ever, and asks again in an hour.
 fn sleepy() -> LockOptions {
-    LockOptions::new().wait_forever().backoff(Backoff::Fixed).retry_delay(Duration::from_secs(3600))
+    LockOptions::new()
+        .wait_forever()
+        .backoff(Backoff::Fixed)
+        .retry_delay(Duration::from_secs(3600))
+        .wake_ups(false)
 }
 
 #[test]

@@ -24,7 +24,12 @@ fn ms(n: u64) -> Duration {
 
 /// Waits for ever, and asks again so rarely that only a call can help.
 fn sleepy() -> LockOptions {
-    LockOptions::new().wait_forever().backoff(Backoff::Fixed).jitter(Jitter::None).retry_delay(HOUR)
+    LockOptions::new()
+        .wait_forever()
+        .backoff(Backoff::Fixed)
+        .jitter(Jitter::None)
+        .retry_delay(HOUR)
+        .wake_ups(false)
 }
 
 fn eager() -> LockOptions {
