@@ -69,6 +69,7 @@ struct Inner {
     lock_id: Option<String>,
     may_be_held_for: Option<Duration>,
     contention: bool,
+    sqlstate: Option<String>,
     source: Option<Box<dyn Error + Send + Sync>>,
 }
 
@@ -83,6 +84,7 @@ impl LockError {
             lock_id: None,
             may_be_held_for: None,
             contention: false,
+            sqlstate: None,
             source: None,
         }))
     }
@@ -157,7 +159,8 @@ impl LockError {
     }
 
     /// For an unknown outcome: how long, from the moment of the error, the key may stay held by
-    /// this attempt if nobody releases it.
+    /// this attempt if nobody releases it. [`Duration::MAX`] where that is up to the lease's own
+    /// end, which a release by lock id does not know.
     #[must_use]
     pub fn may_be_held_for(&self) -> Option<Duration> {
         self.0.may_be_held_for
@@ -167,6 +170,19 @@ impl LockError {
     #[must_use]
     pub fn is_contention(&self) -> bool {
         self.0.contention
+    }
+
+    /// Remembers the SQLSTATE that the server answered with.
+    pub(crate) fn with_sqlstate(mut self, sqlstate: &str) -> Self {
+        self.0.sqlstate = Some(sqlstate.to_owned());
+        self
+    }
+
+    /// The SQLSTATE that the server answered with, where it answered
+    /// (<https://www.postgresql.org/docs/current/errcodes-appendix.html>).
+    #[must_use]
+    pub fn sqlstate(&self) -> Option<&str> {
+        self.0.sqlstate.as_deref()
     }
 
     /// A wrong argument. The message says which and what to pass instead.
@@ -189,6 +205,10 @@ impl fmt::Display for LockError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.0.message.as_deref().unwrap_or(self.0.code.as_str()))?;
         match self.0.may_be_held_for {
+            Some(Duration::ZERO) => f.write_str(" (what became of this call is not known)"),
+            Some(Duration::MAX) => f.write_str(
+                " (the outcome is unknown: the lease may last until its own end unless it is released again)",
+            ),
             Some(rest) => write!(
                 f,
                 " (the outcome is unknown: the key may be held for up to {:.1} s from now unless it is released by its lock id)",

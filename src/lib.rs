@@ -1,5 +1,126 @@
 //! Locks that hold across threads, processes and machines, on the PostgreSQL you already have.
+//!
+//! ```no_run
+//! use syncguard::PgLockClient;
+//!
+//! let client = PgLockClient::connect("postgresql://app@db.example/app")?;
+//! let guard = client.lock("payment:42")?;
+//! // Nobody else, on any machine, holds "payment:42" now.
+//! drop(guard); // … and now somebody may.
+//! # Ok::<(), syncguard::LockError>(())
+//! ```
+//!
+//! # Two kinds of lock
+//!
+//! * A **lease** ([`PgLockClient::lock`]) is a row with an expiry. It is renewed while its guard
+//!   lives and ends by itself when its holder dies; every grant carries a [`Fence`]. Leases are
+//!   compatible, row for row, with the TypeScript SyncGuard on the same tables.
+//! * A **session lock** ([`PgLockClient::advisory_lock`]) is PostgreSQL's advisory lock: no table, no
+//!   ttl, gone with its connection, which its guard occupies.
+//!
+//! When in doubt, take a lease. `docs/which-lock.md` in the repository compares them by question.
+//!
+//! # Waiting
+//!
+//! [`lock`](PgLockClient::lock) waits up to 5 s, [`try_lock`](PgLockClient::try_lock) does not wait,
+//! [`with_lock`](PgLockClient::with_lock) runs a closure; [`LockOptions`] says for how long, how
+//! often, and when to give up ([`CancelToken`]). Threads of one client queue first come, first served
+//! and only the first of them asks the server; between processes nobody is promised a place.
+//!
+//! # Losing a lock
+//!
+//! A lease can be lost: the server was away for longer than the ttl, the process was stopped, an
+//! operator broke it. The guard says so as early as can be known: [`LockGuard::is_held`] compares the
+//! clock itself, [`LockGuard::lost`] is a token that fires, `on_lost` is called. The holder's own
+//! deadline is counted from *before* its last confirmed request, and ends a second before anybody
+//! else can have the key.
+//!
+//! ```no_run
+//! # fn next_step() -> bool { false }
+//! # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+//! let guard = client.lock("report:2026-11")?;
+//! while next_step() {
+//!     if !guard.is_held() {
+//!         break; // somebody else may be at it: stop, and start again later
+//!     }
+//! }
+//! # Ok::<(), syncguard::LockError>(())
+//! ```
+//!
+//! # Fencing: the complete answer
+//!
+//! No lease can stop a process that was paused from waking up late. If what the lock protects is in
+//! the same database, [`LockGuard::fence_transaction`] makes such a late transaction impossible to
+//! commit; elsewhere, store the fence beside the data and refuse a smaller one.
+//!
+//! ```no_run
+//! # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+//! # let mut connection = postgres::Client::connect("postgresql://app@db.example/app", postgres::NoTls).unwrap();
+//! let guard = client.lock("account:7")?;
+//! let mut transaction = connection.transaction().unwrap();
+//! guard.fence_transaction(&mut transaction)?; // first of all
+//! transaction.execute("UPDATE account SET balance = balance - 5 WHERE id = 7", &[]).unwrap();
+//! transaction.commit().unwrap();
+//! # Ok::<(), syncguard::LockError>(())
+//! ```
+//!
+//! # Without guards
+//!
+//! [`acquire`](PgLockClient::acquire), [`extend`](PgLockClient::extend),
+//! [`release`](PgLockClient::release), [`is_locked`](PgLockClient::is_locked) and
+//! [`lookup`](PgLockClient::lookup) are single attempts that answer with what happened. Extending or
+//! releasing a lease that is not held is harmless.
+//!
+//! # Errors, and what may remain held
+//!
+//! [`LockError::code`] says what kind of failure it is; the text says what to do. An error means that
+//! nothing was changed, unless [`LockError::is_outcome_unknown`] says that the answer to a commit was
+//! lost: then the client's worker goes on releasing the id until its lease would be over.
+//!
+//! # Time
+//!
+//! Who may take a key is decided by the server's clock alone. How long a call may take is up to its
+//! options; see `# Blocking` at [`PgLockClient`] for the two kinds of connection where the client
+//! cannot enforce it by itself.
+//!
+//! # Testing your own code
+//!
+//! Take a [`LockClient`] (a [`PgLockClient`] has one in [`locks`](PgLockClient::locks)) and hand your
+//! code one over a [`MemoryBackend`], whose clock and faults the test controls, the moment a lock is
+//! lost included:
+//!
+//! ```
+//! use std::time::Duration;
+//! use syncguard::{LockClient, MemoryBackend};
+//!
+//! let memory = MemoryBackend::manual();
+//! let client = LockClient::new(memory.clone());
+//! let guard = client.lock("payment:42")?;
+//! memory.remove("payment:42");
+//! memory.advance(Duration::from_secs(11)); // the next renewal finds nothing
+//! assert!(guard.lost().wait_timeout(Duration::from_secs(5)));
+//! assert!(!guard.is_held());
+//! # Ok::<(), syncguard::LockError>(())
+//! ```
+//!
+//! # Async programs
+//!
+//! These are blocking calls. Inside a runtime use `spawn_blocking`; guards and clients may be dropped
+//! anywhere.
 
+// A panic in library code is a bug.
+#![warn(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    clippy::string_slice,
+    clippy::dbg_macro,
+    clippy::print_stdout,
+    clippy::print_stderr
+)]
+
+mod advisory;
 pub mod backend;
 mod cancel;
 mod client;
@@ -11,8 +132,12 @@ mod lock;
 pub mod memory;
 mod model;
 mod postgres;
+mod sabotage;
 pub mod telemetry;
 
+pub use advisory::{
+    AdvisoryGuard, AdvisoryKey, AdvisoryLost, AdvisoryOptions, AdvisorySession, DEFAULT_MAX_HOLD,
+};
 pub use backend::{
     AcquireResult, Acquired, Attempt, Capabilities, ExtendOutcome, ExtendResult, LockBackend, LockInfo,
     LockInfoDebug, Lookup, LostReason, Reason, ReleaseOutcome, ReleaseResult, RenewOutcome, Renewal,
@@ -40,3 +165,14 @@ pub use model::lock_id::validate_lock_id;
 pub use model::time::{Clock, MAX_TTL, Moment, TIME_TOLERANCE_MS, is_live};
 pub use postgres::{BrokenLock, CLEANUP_GUARD_MS, Counts, IdleCounter, Operator, Waiter};
 pub use telemetry::{EventResult, LockEvent, Operation, Telemetry, TelemetryOptions, with_telemetry};
+
+/// The examples in the documents compile.
+#[cfg(doctest)]
+mod documents {
+    #[doc = include_str!("../README.md")]
+    struct Readme;
+    #[doc = include_str!("../docs/errors.md")]
+    struct Errors;
+    #[doc = include_str!("../docs/operations.md")]
+    struct Operations;
+}

@@ -53,6 +53,7 @@
 
 // A failed case panics, as any test does.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+#![allow(clippy::string_slice, reason = "lock ids and test keys are ASCII")]
 
 mod bench;
 mod cancelling;

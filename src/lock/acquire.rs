@@ -6,8 +6,8 @@
 //! 3. The first attempt is made in full; later ones look first with one plain read.
 //! 4. Attempts follow the options' back-off. A release in this process ends the pause, and the
 //!    attempt it leads to is a gift: it counts neither as a retry nor does it prolong anything.
-//!    A wake-up from another process would call the same bed, with [`FREED`]. Wake-ups are latency,
-//!    never correctness.
+//!    So does a look between two attempts that finds the key free: that is how a release in another
+//!    process is noticed within milliseconds. Wake-ups are latency, never correctness.
 //! 5. What was granted and is not handed out is released by the worker: after too late an answer,
 //!    an unknown outcome, or a close meanwhile.
 //!
@@ -53,7 +53,8 @@ pub(super) fn lock(client: &LockClient, key: &Arc<str>, plan: &Plan) -> Result<L
     let _entered = engine.enter()?;
     prepare(engine, plan, end, &merged.token)?;
     let ticket = engine.queue.join(key);
-    let mut wait = Waiter { engine, token: &merged.token, ticket, bed: None, end, start, attempts: 0 };
+    let mut wait =
+        Waiter { engine, token: &merged.token, ticket, bed: None, end, start, attempts: 0, conflict: None };
     wait.run(client, key, plan)
 }
 
@@ -62,6 +63,11 @@ fn prepare(engine: &Arc<Engine>, plan: &Plan, end: Moment, token: &CancelToken) 
     engine.start()?;
     if plan.heartbeat == Heartbeat::Off { Ok(()) } else { engine.reserve(end, token) }
 }
+
+/// Looks between two attempts start at this interval,
+const FIRST_LOOK: Duration = Duration::from_millis(5);
+/// and grow up to this one.
+const LAST_LOOK: Duration = Duration::from_millis(250);
 
 struct Waiter<'a> {
     engine: &'a Arc<Engine>,
@@ -72,6 +78,8 @@ struct Waiter<'a> {
     end: Moment,
     start: Moment,
     attempts: u64,
+    /// What the last attempt met, if that was no holder: another session's lock.
+    conflict: Option<LockError>,
 }
 
 impl Waiter<'_> {
@@ -93,12 +101,53 @@ impl Waiter<'_> {
                 return Err(self.timed_out(None));
             }
             let pause_end = self.engine.clock.now().after(plan.delays.draw(turn));
-            while self.engine.clock.now() < pause_end {
-                let freed = self.sleep(pause_end)? & FREED != 0;
-                if freed && let Some(guard) = self.ask(client, key, plan, false)? {
-                    return Ok(guard);
-                }
+            if let Some(guard) = self.pause(client, key, plan, pause_end)? {
+                return Ok(guard);
             }
+        }
+    }
+
+    /// The time between two attempts. A release in this process ends it with an attempt, and so does
+    /// a look that finds the key free.
+    fn pause(
+        &mut self,
+        client: &LockClient,
+        key: &Arc<str>,
+        plan: &Plan,
+        end: Moment,
+    ) -> Result<Option<LockGuard>> {
+        loop {
+            let now = self.engine.clock.now();
+            if now >= end {
+                return Ok(None);
+            }
+            let next_look = if plan.wake_ups { now.after(self.look_interval(now)) } else { Moment::NEVER };
+            let freed = self.sleep(end.min(next_look))? & FREED != 0;
+            let look_is_due = self.engine.clock.now() >= next_look && next_look < end;
+            let found = match (freed, look_is_due) {
+                (true, _) => self.ask(client, key, plan, false)?,
+                (false, true) => self.glance(client, key, plan)?,
+                (false, false) => None,
+            };
+            if found.is_some() {
+                return Ok(found);
+            }
+        }
+    }
+
+    /// How long until the next look: what has been waited for long is noticed a little later, so
+    /// that many long waits cost little, and the hand-off stays within a sixteenth of the wait.
+    fn look_interval(&self, now: Moment) -> Duration {
+        (now.since(self.start) / 16).clamp(FIRST_LOOK, LAST_LOOK)
+    }
+
+    /// A look that is no attempt, unless it finds the key free.
+    fn glance(&mut self, client: &LockClient, key: &Arc<str>, plan: &Plan) -> Result<Option<LockGuard>> {
+        let engine = self.engine;
+        match engine.backend.peek(key, engine.call_deadline(self.end), self.token) {
+            Ok(true) => Ok(None),
+            Ok(false) => self.ask(client, key, plan, false),
+            Err(error) => self.forgive(error.with_key(&**key), true).map(|()| None),
         }
     }
 
@@ -121,6 +170,7 @@ impl Waiter<'_> {
                     return self.forgive(error.with_key(&**key), contended).map(|()| None);
                 }
             };
+        self.conflict = None;
         if !free {
             return Ok(None);
         }
@@ -132,12 +182,13 @@ impl Waiter<'_> {
 
     /// Contention is waited out. A call that was cut short by our own deadline, after the key was
     /// seen taken, is the time-out of the whole. Everything else is the caller's.
-    fn forgive(&self, error: LockError, contended: bool) -> Result<()> {
+    fn forgive(&mut self, error: LockError, contended: bool) -> Result<()> {
         // What may be held is never waited out.
         if error.is_outcome_unknown() {
             return Err(error);
         }
         if error.is_contention() {
+            self.conflict = Some(error);
             return Ok(());
         }
         let ours = contended && self.engine.clock.now() >= self.end;
@@ -160,13 +211,13 @@ impl Waiter<'_> {
         Ok(calls)
     }
 
-    fn check(&self) -> Result<()> {
+    fn check(&mut self) -> Result<()> {
         self.token.check()?;
         self.engine.check_open()?;
         if self.engine.clock.now() >= self.end { Err(self.timed_out(None)) } else { Ok(()) }
     }
 
-    fn timed_out(&self, cause: Option<LockError>) -> LockError {
+    fn timed_out(&mut self, cause: Option<LockError>) -> LockError {
         let waited = self.engine.clock.now().since(self.start).as_secs_f64();
         let error = LockError::new(ErrorCode::AcquisitionTimeout).with_message(match self.attempts {
             0 => format!(
@@ -179,7 +230,7 @@ impl Waiter<'_> {
                 "the key was not free within {waited:.3} s, at {n} attempts: raise timeout or max_retries, or hold the lock for less time"
             ),
         });
-        match cause {
+        match cause.or_else(|| self.conflict.take()) {
             Some(cause) => error.with_source(cause),
             None => error,
         }
@@ -199,9 +250,9 @@ fn attempt(
     let granted = match request(engine, key, plan.ttl, end, token) {
         Ok(AcquireResult::Acquired(granted)) => granted,
         Ok(AcquireResult::Locked) => return Ok(None),
-        Err(error) if error.is_contention() && !error.is_outcome_unknown() => return Ok(None),
         Err(error) => return Err(error),
     };
+    let sent = if crate::sabotage::on("deadline") { engine.clock.now() } else { sent };
     let Some((sent, granted)) = fresh(engine, key, plan.ttl, end, sent, granted) else { return Ok(None) };
     let now = engine.clock.now();
     let held = Arc::new(Held {
@@ -249,7 +300,9 @@ pub(super) fn request(
         }
         if error.is_outcome_unknown() {
             let id = error.lock_id().unwrap_or(lock_id.as_str());
-            let over_at = engine.clock.now().after(ttl).after(TOLERANCE);
+            // A request that has reached the server may still wait there, for as long as it may.
+            let grace = engine.backend.operation_timeout();
+            let over_at = engine.clock.now().after(grace).after(ttl).after(TOLERANCE);
             let mut deferred = unheld(engine, key, id, over_at);
             deferred.may_arrive = true;
             // For a single acquire this is the first time that a thread is needed. Without one the
@@ -264,6 +317,10 @@ pub(super) fn request(
 
 /// The grant, if at least half of its time is left; otherwise what one extend makes of it. A lease
 /// that is not surely held is let go, and counts as contention.
+///
+/// An extend that is answered after the grant's own end may have found a *later* grant of the same
+/// id, made by a copy of our request that was under way: then its fence is asked for again. The same
+/// attempt, repeated, answers with the row as it is.
 fn fresh(
     engine: &Arc<Engine>,
     key: &str,
@@ -278,14 +335,24 @@ fn fresh(
     }
     let never = CancelToken::never();
     let answer = engine.backend.extend_by(&granted.lock_id, ttl, engine.call_deadline(end), &never);
+    let in_doubt = engine.clock.now() >= sent.after(ttl);
+    let answer = answer.and_then(|outcome| match outcome {
+        ExtendOutcome::Extended { .. } if in_doubt => {
+            let deadline = engine.call_deadline(end);
+            let again = Attempt { key, lock_id: &granted.lock_id, ttl, deadline };
+            Ok(engine.backend.attempt(&again, &never)?.acquired())
+        }
+        ExtendOutcome::Extended { expires_at_ms } => {
+            granted.expires_at_ms = expires_at_ms;
+            Ok(Some(granted.clone()))
+        }
+        ExtendOutcome::NotHeld(_) => Ok(None),
+    });
     let late = engine.clock.now() >= now.after(ttl);
     match answer {
-        Ok(ExtendOutcome::Extended { expires_at_ms }) if !late => {
-            granted.expires_at_ms = expires_at_ms;
-            Some((now, granted))
-        }
-        Ok(ExtendOutcome::NotHeld(_)) => None,
-        Ok(ExtendOutcome::Extended { .. }) | Err(_) => {
+        Ok(Some(granted)) if !late => Some((now, granted)),
+        Ok(None) => None,
+        Ok(Some(_)) | Err(_) => {
             let over_at = engine.clock.now().after(ttl).after(TOLERANCE);
             engine.abandon(unheld(engine, key, &granted.lock_id, over_at));
             None

@@ -30,7 +30,7 @@ const OK: Outcome = Outcome::Confirmed { expires_at_ms: 7 };
 #[test]
 fn a_lease_is_held_until_its_deadline_ticked_or_not() {
     let mut lease = Lease::new(&terms(Heartbeat::Off));
-    let last = at(30).since(start()) - Duration::from_nanos(1);
+    let last = at(30).since(start()).saturating_sub(Duration::from_nanos(1));
     assert!(lease.is_held(start().after(last)));
     assert!(!lease.is_held(at(30)));
     assert_eq!(lease.tick(start().after(last)), None);

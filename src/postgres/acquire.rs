@@ -21,14 +21,13 @@ use std::time::{Duration, Instant};
 use crate::backend::{AcquireResult, Acquired};
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
-use crate::model::fence::{FENCE_MAX, FENCE_WARN, Fence};
-use crate::model::hash::hash_key;
+use crate::model::fence::{FENCE_MAX, Fence};
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::model::lock_id::LockId;
 use crate::model::time::{TIME_TOLERANCE_MS, Ttl, is_live};
 use crate::postgres::error::Trouble;
-use crate::postgres::session::{Answers, Session, int, malformed, required, text};
-use crate::postgres::statement::{Arg, Message};
+use crate::postgres::session::{Answers, GRACE, Session, int, malformed, required, text};
+use crate::postgres::statement::{Arg, Message, push_quoted};
 use crate::postgres::{Fault, Located, PostgresBackend};
 
 /// One acquire, with everything chosen.
@@ -73,7 +72,7 @@ impl<'a> Acquire<'a> {
         };
         match round {
             Ok(round) => self.answer(&round),
-            Err(Fault::Error(error)) => Err(self.label(error)),
+            Err(Fault::Error(error)) => Err(self.label(self.name_stranger(backend, error, cancel))),
             Err(doubt @ Fault::Doubt { .. }) => self.resolve(backend, doubt, end, cancel),
         }
     }
@@ -86,12 +85,15 @@ impl<'a> Acquire<'a> {
         end: Instant,
         cancel: &CancelToken,
     ) -> Result<AcquireResult> {
+        let grace = backend.settings.operation_timeout;
         let mut pause = Duration::from_millis(10);
         loop {
-            let Fault::Doubt { error, process } = doubt else { return Err(self.unknown(doubt.into_error())) };
+            let Fault::Doubt { error, process } = doubt else {
+                return Err(self.unknown(doubt.into_error(), grace));
+            };
             if Instant::now() + pause >= end || cancel.is_cancelled() {
                 let error = if cancel.is_cancelled() { LockError::aborted() } else { error };
-                return Err(self.unknown(error));
+                return Err(self.unknown(error, grace));
             }
             if let Some(process) = &process {
                 backend.end_process(process, self.lock_id.as_str(), end);
@@ -112,7 +114,7 @@ impl<'a> Acquire<'a> {
     fn answer(&self, round: &Round) -> Result<AcquireResult> {
         match *round {
             Round::Granted { expires_at_ms, fence } => {
-                warn_of_fence(fence, self.key);
+                fence.warn_near_limit(self.key.as_str());
                 Ok(AcquireResult::Acquired(Acquired {
                     lock_id: self.lock_id.as_str().to_owned(),
                     fence,
@@ -124,13 +126,44 @@ impl<'a> Acquire<'a> {
         }
     }
 
+    /// Whose session lock the queue stood behind, if that is why the time ran out: other acquires
+    /// keep the key's number for a statement, a session lock on it for as long as it likes. Best
+    /// effort, within the time by which our own deadlines are later than the server's.
+    fn name_stranger(&self, backend: &PostgresBackend, error: LockError, cancel: &CancelToken) -> LockError {
+        if error.code() != ErrorCode::NetworkTimeout || cancel.is_cancelled() {
+            return error;
+        }
+        let mut key = String::new();
+        if push_quoted(&self.storage_key, &mut key).is_err() {
+            return error;
+        }
+        let query = format!(
+            "SELECT l.pid FROM pg_catalog.pg_locks AS l, (SELECT pg_catalog.hashtext({key})::int8 AS number) AS k \
+             WHERE l.locktype = 'advisory' AND l.granted AND l.objsubid = 1 \
+             AND l.database = (SELECT d.oid FROM pg_catalog.pg_database AS d WHERE d.datname = pg_catalog.current_database()) \
+             AND ((l.classid::int8 << 32) | l.objid::int8) = k.number AND l.pid <> pg_catalog.pg_backend_pid() LIMIT 1"
+        );
+        let found = backend.run_bare(Instant::now() + GRACE, cancel, |session| {
+            let message = Message::new().raw(session.limits_plain()).raw(&query);
+            let answers = session.ask(&message)?;
+            Ok(answers.row(0)?.map(|row| int(row, 0)).transpose()?.flatten())
+        });
+        match found {
+            Ok(Some(pid)) => error.with_message(format!(
+                "the server process {pid} holds an advisory lock on the number that this key queues on: a session lock should stay outside of -2^31..2^31; see advisory_holders()"
+            )).with_contention(),
+            _ => error,
+        }
+    }
+
     fn label(&self, error: LockError) -> LockError {
         error.with_key(self.key.as_str()).with_lock_id(self.lock_id.as_str())
     }
 
-    fn unknown(&self, error: LockError) -> LockError {
+    fn unknown(&self, error: LockError, grace: Duration) -> LockError {
         let tolerance = Duration::from_millis(TIME_TOLERANCE_MS.unsigned_abs());
-        self.label(error).with_unknown_outcome(self.ttl.get() + tolerance)
+        // A message that has reached the server may wait there for as long as its limits allow.
+        self.label(error).with_unknown_outcome(grace + self.ttl.get() + tolerance)
     }
 
     fn grant_args(&self) -> [Arg<'_>; 5] {
@@ -147,8 +180,7 @@ impl<'a> Acquire<'a> {
     fn one_message(&self, session: &mut Session<'_>, at: &Located) -> Result<Round, Trouble> {
         let statements = &at.statements;
         let message = Message::new()
-            .raw("SET TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE")
-            .raw(session.limits())
+            .raw(session.prelude())
             .call(&statements.queue, &[Arg::Text(&self.storage_key)])
             .call(&statements.acquire, &self.grant_args());
         let answers = match session.commit(&message) {
@@ -173,8 +205,7 @@ impl<'a> Acquire<'a> {
         let (key, fence_key, lock_id) =
             (Arg::Text(&self.storage_key), Arg::Text(&self.fence_key), Arg::Text(self.lock_id.as_str()));
         let read = Message::new()
-            .raw("BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE")
-            .raw(session.limits_between())
+            .raw(session.prelude_between())
             .call(&statements.queue, &[key])
             .call(&statements.hold, &[key, fence_key, lock_id])
             .call(&statements.view, &[key, fence_key]);
@@ -269,22 +300,11 @@ fn granted(answers: &Answers, from_last: usize) -> Result<Option<Round>> {
 /// Whether the message failed itself because the counter would have been raised for nothing:
 /// somebody who does not queue has taken the row in between.
 fn is_all_or_nothing(trouble: &Trouble) -> bool {
-    matches!(trouble, Trouble::Refused(error) if error.to_string().contains("22012"))
+    matches!(trouble, Trouble::Refused(error) if error.sqlstate() == Some("22012"))
 }
 
 fn fence_exhausted() -> LockError {
-    LockError::new(ErrorCode::Internal).with_message(format!(
-        "the key's fence counter has reached its limit of {FENCE_MAX} and grants nothing more: use a new key; never reset a counter"
-    ))
-}
-
-fn warn_of_fence(fence: Fence, key: &Key) {
-    if fence.get() > FENCE_WARN {
-        log::warn!(
-            "fence {fence} of key #{} is above the warning line {FENCE_WARN}: move to a new key before {FENCE_MAX}",
-            hash_key(key.as_str())
-        );
-    }
+    Fence::following(FENCE_MAX).err().unwrap_or_else(malformed)
 }
 
 #[cfg(test)]
@@ -295,8 +315,8 @@ mod tests {
         Seen { row: None, row_locked: false, counter: None, counter_locked: false, now_ms: 1_000_000 }
     }
 
-    fn row(lock_id: &str, expires_at_ms: i64) -> Option<Row> {
-        Some(Row { lock_id: lock_id.into(), expires_at_ms })
+    fn row(lock_id: &str, expires_at_ms: i64) -> Row {
+        Row { lock_id: lock_id.into(), expires_at_ms }
     }
 
     #[test]
@@ -314,15 +334,15 @@ mod tests {
             (1_000_000 - TIME_TOLERANCE_MS, false, Step::Locked),
             (2_000_000, true, Step::Locked),
         ] {
-            let seen = Seen { row: row("other", expires), row_locked: locked, ..seen() };
+            let seen = Seen { row: Some(row("other", expires)), row_locked: locked, ..seen() };
             assert_eq!(decide(&seen, "me"), step, "{expires} {locked}");
         }
     }
 
     #[test]
-    fn our_own_row_is_confirmed_while_it_is_live() {
-        for (expires, step) in [(1_000_000, Step::Confirm), (0, Step::Grant)] {
-            let seen = Seen { row: row("me", expires), row_locked: true, ..seen() };
+    fn our_own_row_is_confirmed_while_it_lives() {
+        for (expires, step) in [(2_000_000, Step::Confirm), (0, Step::Grant)] {
+            let seen = Seen { row: Some(row("me", expires)), row_locked: true, ..seen() };
             assert_eq!(decide(&seen, "me"), step);
         }
     }

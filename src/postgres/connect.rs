@@ -3,6 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use postgres::config::{Host, SslMode, SslNegotiation};
@@ -11,9 +12,11 @@ use postgres::{Client, Config, NoTls};
 use tokio_postgres::Socket;
 use tokio_postgres::tls::{MakeTlsConnect, TlsConnect};
 
+use crate::cancel::CancelToken;
 use crate::error::{LockError, Result};
 use crate::postgres::error::{connect_error, in_runtime};
 use crate::postgres::link::{Encryption, GuardedTls, Link};
+use crate::postgres::statement::settled_options;
 
 /// How long the driver may take to say goodbye on a connection that is in order.
 const FAREWELL: Duration = Duration::from_millis(500);
@@ -30,23 +33,34 @@ const KEEPALIVE_IDLE: Duration = Duration::from_secs(30);
 pub(crate) struct Connector(Arc<dyn Open>);
 
 impl Connector {
-    /// Checks the settings without connecting.
-    pub(crate) fn new<T>(config: Config, tls: T) -> Result<Self>
+    /// Checks the settings without connecting. Sessions begin with this limit for waits and statements.
+    pub(crate) fn new<T>(config: Config, tls: T, operation_timeout: Duration) -> Result<Self>
     where
         T: MakeTlsConnect<Socket> + Clone + Send + Sync + 'static,
         T::TlsConnect: Send + 'static,
         T::Stream: Send + 'static,
         <T::TlsConnect as TlsConnect<Socket>>::Future: Send,
     {
-        Ok(Self(Arc::new(Place::new(config, tls)?)))
+        Ok(Self(Arc::new(Place::new(config, tls, operation_timeout)?)))
     }
 
-    /// A connection, within `limit`. What names resolve to is up to the system's resolver, whose
-    /// time is not bounded by us.
-    pub(crate) fn open(&self, limit: Duration) -> Result<Wire> {
+    /// A connection, within `limit`, unless the token fires: then the server's silence is not waited
+    /// for (its TCP handshake is). What names resolve to is up to the system's resolver, whose time is
+    /// not bounded by us.
+    pub(crate) fn open(&self, limit: Duration, cancel: &CancelToken) -> Result<Wire> {
         let link = Link::new();
         link.limit(limit);
-        let client = guard_runtime(|| self.0.open(&link, limit))?.map_err(connect_error)?;
+        let cut = link.clone();
+        let watch = cancel.subscribe(move || cut.kill());
+        let opened = guard_runtime(|| self.0.open(&link, limit))?;
+        drop(watch);
+        if link.is_dead() {
+            if let Ok(client) = opened {
+                drop_client(client);
+            }
+            return Err(LockError::aborted());
+        }
+        let client = opened.map_err(connect_error)?;
         link.unlimited();
         Ok(Wire { client: Some(client), link })
     }
@@ -148,10 +162,17 @@ struct Place<T> {
     tls: T,
     /// `None` for Unix sockets, which the driver never hands to a TLS connector.
     encryption: Option<Encryption>,
+    /// The settings that sessions begin with, for the startup message.
+    options: String,
+    /// There is a pooler in front of the server that refuses such settings.
+    bare: AtomicBool,
 }
 
 impl<T: Clone + 'static> Place<T> {
-    fn new(mut config: Config, tls: T) -> Result<Self> {
+    fn new(mut config: Config, tls: T, operation_timeout: Duration) -> Result<Self> {
+        let limit = u64::try_from(operation_timeout.as_millis()).unwrap_or(u64::MAX).clamp(1, 2_000_000_000);
+        let theirs = config.get_options().map(|options| format!("{options} ")).unwrap_or_default();
+        let options = format!("{theirs}{}", settled_options(limit));
         if config.get_application_name().is_none() {
             config.application_name("syncguard");
         }
@@ -172,7 +193,7 @@ impl<T: Clone + 'static> Place<T> {
             // The driver hands its socket to the "TLS connector" at once; the rest is GuardedTls's.
             config.ssl_mode(SslMode::Require).ssl_negotiation(SslNegotiation::Direct);
         }
-        Ok(Self { config, tls, encryption })
+        Ok(Self { config, tls, encryption, options, bare: AtomicBool::new(false) })
     }
 }
 
@@ -199,13 +220,24 @@ where
 {
     fn open(&self, link: &Link, limit: Duration) -> Result<Client, postgres::Error> {
         let mut config = self.config.clone();
+        let bare = self.bare.load(Ordering::Relaxed);
+        if !bare {
+            config.options(&self.options);
+        }
         let limit = config.get_connect_timeout().map_or(limit, |theirs| limit.min(*theirs));
         config.connect_timeout(limit);
         let heard = link.clone();
         config.notice_callback(move |notice| on_notice(&heard, &notice));
-        match self.encryption {
+        let connected = match self.encryption {
             None => config.connect(NoTls),
             Some(encryption) => config.connect(GuardedTls::new(self.tls.clone(), encryption, link.clone())),
+        };
+        match connected {
+            Err(error) if !bare && refuses_options(&error) => {
+                self.bare.store(true, Ordering::Relaxed);
+                self.open(link, limit)
+            }
+            connected => connected,
         }
     }
 
@@ -219,6 +251,11 @@ where
             }
         }
     }
+}
+
+/// Whether a pooler refuses settings in the startup message (08P01; PostgreSQL itself takes them).
+fn refuses_options(error: &postgres::Error) -> bool {
+    error.code().is_some_and(|state| state.code() == "08P01")
 }
 
 /// Hears what the server says beside its answers. The one notice that matters: a commit is durable

@@ -93,7 +93,10 @@ pub(crate) fn call_error(error: postgres::Error, commits: bool) -> Trouble {
 fn sqlstate_of(db: &postgres::error::DbError) -> String {
     let by = db.routine().unwrap_or_default().to_ascii_lowercase();
     match db.code().code() {
-        "0A000" if by.contains("readonly") || by.contains("read_only") => "25006".to_owned(),
+        // `SET TRANSACTION` is refused by the setting's check, `BEGIN` by the server's own function.
+        "0A000" if ["readonly", "read_only", "check_hook"].iter().any(|part| by.contains(part)) => {
+            "25006".to_owned()
+        }
         state => state.to_owned(),
     }
 }
@@ -110,16 +113,12 @@ pub(crate) fn is_unprepared(error: &postgres::Error) -> bool {
 
 /// An error that the driver returned for an attempt to connect.
 pub(crate) fn connect_error(error: postgres::Error) -> LockError {
-    match error.code() {
-        Some(state) => {
-            let sqlstate = state.code().to_owned();
-            server_error(&sqlstate, error)
-        }
-        None => {
-            let (code, message) = transport(&error);
-            LockError::new(code).with_message(message).with_source(error)
-        }
+    if let Some(db) = error.as_db_error() {
+        let sqlstate = sqlstate_of(db);
+        return server_error(&sqlstate, error);
     }
+    let (code, message) = transport(&error);
+    LockError::new(code).with_message(message).with_source(error)
 }
 
 /// An error that the server sent, with its code and what to do.
@@ -132,7 +131,8 @@ fn server_error(sqlstate: &str, error: postgres::Error) -> LockError {
     } else {
         hint(sqlstate, code)
     };
-    let mut mapped = LockError::new(code).with_message(format!("{hint} (SQLSTATE {sqlstate})"));
+    let mut mapped =
+        LockError::new(code).with_message(format!("{hint} (SQLSTATE {sqlstate})")).with_sqlstate(sqlstate);
     if matches!(sqlstate, "40001" | "40P01" | "55P03") {
         mapped = mapped.with_contention();
     }

@@ -26,7 +26,7 @@ pub(crate) fn extend(
     end: Instant,
     cancel: &CancelToken,
 ) -> Result<ExtendOutcome> {
-    let outcome = backend.run_until_known(end, cancel, |session, at| {
+    let outcome = backend.run_until_known(lock_id, end, cancel, |session, at| {
         if cancel.is_never() {
             one_message(session, at, lock_id, ttl)
         } else {
@@ -48,8 +48,7 @@ fn one_message(
     ttl: Ttl,
 ) -> Result<ExtendOutcome, Trouble> {
     let message = Message::new()
-        .raw("SET TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE")
-        .raw(session.limits())
+        .raw(session.prelude())
         .call(&at.statements.extend, &[Arg::Text(lock_id.as_str()), Arg::Int(ttl.millis())]);
     let answers = session.commit(&message)?;
     let row = required(answers.row(0)?)?;
@@ -69,8 +68,7 @@ fn two_messages(
     let statements = &at.statements;
     let id = Arg::Text(lock_id.as_str());
     let read = Message::new()
-        .raw("BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE")
-        .raw(session.limits_between())
+        .raw(session.prelude_between())
         .call(&statements.durable, &[])
         .call(&statements.find, &[id])
         .call(&statements.clock, &[]);
@@ -137,10 +135,10 @@ impl<'a> Batch<'a> {
         }
         let keys: Vec<&str> = self.keys.iter().map(String::as_str).collect();
         let args = [Arg::Texts(&keys), Arg::Texts(&self.ids), Arg::Ints(&self.ttls)];
-        backend.run_renewal(end, |session, at| {
+        let first = self.ids.first().copied().unwrap_or_default();
+        backend.run_renewal(first, end, |session, at| {
             let message = Message::new()
-                .raw("SET TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE")
-                .raw(session.limits())
+                .raw(session.prelude())
                 .call(&at.statements.durable, &[])
                 .call(&at.statements.renew, &args);
             let answers = session.commit(&message)?;

@@ -11,7 +11,7 @@
 //! 3. Between calls no deadline is set: an idle connection does not expire.
 //!
 //! The driver never hands a Unix socket to a TLS connector, so there only the server's own limits
-//! hold; [`Link::guards`] says which case it is.
+//! hold.
 
 use std::any::TypeId;
 use std::error::Error;
@@ -193,6 +193,10 @@ impl<T: TlsStream + Unpin> AsyncRead for GuardedStream<T> {
     }
 }
 
+#[expect(
+    clippy::redundant_closure_for_method_calls,
+    reason = "a method path is not general enough in its lifetime"
+)]
 impl<T: TlsStream + Unpin> AsyncWrite for GuardedStream<T> {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
         self.get_mut().guarded(cx, |below, cx| below.poll_write(cx, buf))

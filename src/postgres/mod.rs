@@ -34,7 +34,9 @@ use std::time::{Duration, Instant};
 pub(crate) use connect::{Connector, guard_runtime, parse_url};
 pub use operator::{BrokenLock, CLEANUP_GUARD_MS, Counts, IdleCounter, Operator, Waiter};
 pub(crate) use schema::Names;
-pub(crate) use source::Source;
+pub(crate) use session::{Session, int, malformed, required, text};
+pub(crate) use source::{Connection, Source};
+pub(crate) use statement::{Message, push_quoted};
 
 use crate::backend::{
     AcquireResult, Attempt, Capabilities, ExtendOutcome, LockBackend, LockInfo, LockInfoDebug, Lookup,
@@ -46,15 +48,14 @@ use crate::model::fence::Fence;
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::model::lock_id::LockId;
 use crate::model::time::{Clock, Moment, Ttl};
-use error::Trouble;
+pub(crate) use error::Trouble;
 use schema::{Survey, Tables};
-use session::{Session, required, text};
 use sql::Statements;
-use statement::{Backend, Message, push_quoted};
+use statement::Backend;
 
 /// How often an operation starts anew because its connection turned out to be stale. After a
 /// restart of the server every idle connection is.
-const MAX_REPLACEMENTS: u32 = 64;
+pub(crate) const MAX_REPLACEMENTS: u32 = 64;
 
 /// How many operation timeouts setting up the schema may take: others may be doing it.
 const SET_UP_TIMES: u32 = 6;
@@ -170,25 +171,37 @@ impl PostgresBackend {
     }
 
     /// Runs an operation again after a lost answer, until one comes or the time is over. For
-    /// operations that may be carried out twice. Says what the first lost answer was.
+    /// operations on one lease that may be carried out twice. Says what the first lost answer was.
+    ///
+    /// The server process of a lost answer is ended first: a message that arrived after the second
+    /// answer could undo what a third one has changed since (an extend that shortens, for example).
     fn run_until_known<R>(
         &self,
+        lock_id: &LockId,
         end: Instant,
         cancel: &CancelToken,
         mut operation: impl FnMut(&mut Session<'_>, &Located) -> Result<R, Trouble>,
     ) -> Result<(R, Option<LockError>), Fault> {
         let mut first = None;
+        let mut doubtful = None;
         let mut pause = Duration::from_millis(10);
         loop {
             match self.run(end, cancel, &mut operation) {
                 Ok(result) => return Ok((result, first)),
                 Err(Fault::Error(error)) if first.is_none() => return Err(Fault::Error(error)),
                 Err(fault) => {
-                    let error = fault.into_error();
+                    let (error, process) = match fault {
+                        Fault::Doubt { error, process } => (error, process),
+                        Fault::Error(error) => (error, None),
+                    };
                     if Instant::now() + pause >= end || cancel.is_cancelled() {
                         return Err(Fault::Doubt { error, process: None });
                     }
                     first.get_or_insert(error);
+                    doubtful = process.or(doubtful);
+                    if let Some(process) = &doubtful {
+                        self.end_process(process, lock_id.as_str(), end);
+                    }
                 }
             }
             let _ = cancel.wait_timeout(pause);
@@ -196,37 +209,49 @@ impl PostgresBackend {
         }
     }
 
-    /// Runs a renewal on the connection that is kept for it.
+    /// Runs a renewal, of `lock_id` among others, on the connection that is kept for it. For the
+    /// server process of a lost answer the same holds as in [`run_until_known`](Self::run_until_known);
+    /// here the connection of the second try ends it, for operations may have taken all others.
     fn run_renewal<R>(
         &self,
+        lock_id: &str,
         end: Instant,
         mut operation: impl FnMut(&mut Session<'_>, &Located) -> Result<R, Trouble>,
     ) -> Result<R> {
         let never = CancelToken::never();
         let mut replaced = 0;
+        let mut doubtful: Option<Arc<Backend>> = None;
         loop {
             let connection = self.source.get_for_renewals(end)?;
             let fresh = connection.is_fresh();
             let mut session = Session::new(connection, end, &never);
+            if let Some(query) = doubtful.take().and_then(|process| end_query(&process, lock_id)) {
+                // Trouble on this connection shows itself in what follows.
+                let _ = session.ask(&Message::new().raw(session.limits_plain()).raw(query));
+            }
             let outcome = self.locate_on(&mut session).and_then(|at| {
                 session.prepare(&at.statements.all())?;
                 operation(&mut session, &at)
             });
+            let process = session.backend();
             if let Some(connection) = session.into_connection() {
                 self.source.keep(connection);
             }
             replaced += 1;
             match outcome {
                 Ok(result) => return Ok(result),
-                Err(Trouble::Unprepared | Trouble::Broken { stale: true, .. })
-                    if replaced <= 3 && (!fresh || replaced == 1) => {}
+                Err(trouble @ (Trouble::Unprepared | Trouble::Broken { stale: true, .. }))
+                    if replaced <= 3 && (!fresh || replaced == 1) =>
+                {
+                    doubtful = process.filter(|_| matches!(trouble, Trouble::Broken { in_doubt: true, .. }));
+                }
                 Err(trouble) => return Err(trouble.into_error()),
             }
         }
     }
 
     /// The loop around every operation.
-    fn run_bare<R>(
+    pub(crate) fn run_bare<R>(
         &self,
         end: Instant,
         cancel: &CancelToken,
@@ -262,21 +287,10 @@ impl PostgresBackend {
     /// there, so that its message cannot take effect later. Behind a pooler the process may be
     /// serving somebody else by now: then its statement is not ours, and it is left alone.
     fn end_process(&self, process: &Backend, lock_id: &str, end: Instant) {
-        let mut quoted = (String::new(), String::new());
-        if push_quoted(&process.started, &mut quoted.0).is_err()
-            || push_quoted(lock_id, &mut quoted.1).is_err()
-        {
-            return;
-        }
-        let (started, id) = quoted;
-        let query = format!(
-            "SELECT pg_catalog.pg_terminate_backend(a.pid) FROM pg_catalog.pg_stat_activity AS a \
-             WHERE a.pid = {} AND a.backend_start::pg_catalog.text = {started} \
-             AND (a.state = 'idle' OR pg_catalog.strpos(a.query, {id}) > 0)",
-            process.pid
-        );
+        let Some(query) = end_query(process, lock_id) else { return };
         let ended = self.run_bare(end, &CancelToken::never(), |session| {
-            session.ask(&Message::new().raw(session.limits()).raw(&query)).map(drop)
+            let message = Message::new().raw(session.limits_plain()).raw(&query);
+            session.ask(&message).map(drop)
         });
         if let Err(fault) = ended {
             log::debug!(
@@ -345,8 +359,13 @@ impl PostgresBackend {
         Ok(())
     }
 
+    /// Where session locks get the connections that they keep.
+    pub(crate) fn source(&self) -> &Source {
+        &self.source
+    }
+
     /// When an operation that starts now must be over.
-    fn end(&self) -> Instant {
+    pub(crate) fn end(&self) -> Instant {
         let now = Instant::now();
         now.checked_add(self.settings.operation_timeout).unwrap_or(now + Duration::from_secs(86_400))
     }
@@ -356,6 +375,19 @@ impl PostgresBackend {
         let left = deadline.since(Clock::system().now());
         Instant::now().checked_add(left).map_or_else(|| self.end(), |end| end.min(self.end()))
     }
+}
+
+/// Ends a server process if it is idle, or still busy with this lease.
+fn end_query(process: &Backend, lock_id: &str) -> Option<String> {
+    let (mut started, mut id) = (String::new(), String::new());
+    push_quoted(&process.started, &mut started).ok()?;
+    push_quoted(lock_id, &mut id).ok()?;
+    Some(format!(
+        "SELECT pg_catalog.pg_terminate_backend(a.pid) FROM pg_catalog.pg_stat_activity AS a \
+         WHERE a.pid = {} AND a.backend_start::pg_catalog.text = {started} \
+         AND (a.state = 'idle' OR pg_catalog.strpos(a.query, {id}) > 0)",
+        process.pid
+    ))
 }
 
 fn read_survey(session: &mut Session<'_>, names: &Names) -> Result<Survey, Trouble> {

@@ -28,7 +28,8 @@ use crate::postgres::{Fault, Located, PostgresBackend};
 /// expiry: the tolerance, and as much again, so that no extend can still be on its way.
 pub const CLEANUP_GUARD_MS: i64 = 2000;
 
-const READ_WRITE: &str = "SET TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE";
+/// These statements are rare and written with plain operators: names come from `pg_catalog` alone.
+const PLAIN_NAMES: &str = "SET LOCAL search_path TO pg_catalog";
 
 /// The operator's view of the lock tables. From [`PgLockClient::operator`](crate::PgLockClient::operator).
 ///
@@ -154,7 +155,7 @@ impl Operator {
         );
         let rows = self.run(|session, _| {
             let message =
-                Message::new().raw(session.limits()).plain(&statement, &[Arg::Text(&storage_key)])?;
+                Message::new().raw(session.limits_plain()).plain(&statement, &[Arg::Text(&storage_key)])?;
             Ok(session.ask(&message)?.into_last_rows())
         })?;
         rows.iter()
@@ -188,8 +189,8 @@ impl Operator {
         let (storage_key, fence_key) = key.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?;
         let broken = self.backend.run(self.backend.end(), &CancelToken::never(), |session, at| {
             let message = Message::new()
-                .raw(READ_WRITE)
-                .raw(session.limits())
+                .raw(session.prelude())
+                .raw(PLAIN_NAMES)
                 .call(&at.statements.queue, &[Arg::Text(&storage_key)])
                 .plain(
                     &take_away(at),
@@ -265,7 +266,7 @@ impl Operator {
     fn ask(&self, sql: impl Fn(&Located) -> String) -> Result<Vec<SimpleQueryRow>> {
         self.run(|session, at| {
             let message =
-                Message::new().raw(session.limits()).raw("SET LOCAL enable_seqscan TO on").raw(sql(at));
+                Message::new().raw(session.limits_plain()).raw("SET LOCAL enable_seqscan TO on").raw(sql(at));
             Ok(session.ask(&message)?.into_last_rows())
         })
     }
@@ -291,8 +292,8 @@ impl PostgresBackend {
                  SELECT count(*) FROM gone"
             );
             let message = Message::new()
-                .raw(READ_WRITE)
-                .raw(session.limits())
+                .raw(session.prelude())
+                .raw(PLAIN_NAMES)
                 .raw("SET LOCAL synchronous_commit TO off")
                 .raw(sql);
             let answers = session.commit(&message)?;

@@ -37,7 +37,7 @@ struct State {
 }
 
 struct Idle {
-    wire: Wire,
+    wire: Box<Wire>,
     memo: Memo,
     since: Instant,
 }
@@ -121,7 +121,7 @@ impl Pool {
             Some(idle) => {
                 Ok(Lent { pool: Arc::clone(self), wire: Some(idle.wire), memo: idle.memo, fresh: false })
             }
-            None => self.open(end),
+            None => self.open(end, cancel),
         }
     }
 
@@ -143,10 +143,10 @@ impl Pool {
         self.purge();
     }
 
-    fn open(self: &Arc<Self>, end: Instant) -> Result<Lent> {
+    fn open(self: &Arc<Self>, end: Instant, cancel: &CancelToken) -> Result<Lent> {
         // The slot is given back if opening fails or panics.
         let mut lent = Lent { pool: Arc::clone(self), wire: None, memo: Memo::default(), fresh: true };
-        lent.wire = Some(self.connector.open(rest(end))?);
+        lent.wire = Some(Box::new(self.connector.open(rest(end), cancel)?));
         Ok(lent)
     }
 
@@ -176,7 +176,7 @@ impl Drop for Pool {
 /// A connection that is in use. Dropping it closes it; [`Lent::give_back`] returns it.
 pub(crate) struct Lent {
     pool: Arc<Pool>,
-    wire: Option<Wire>,
+    wire: Option<Box<Wire>>,
     pub(crate) memo: Memo,
     /// Opened for this use: if it fails, the server is away, not the connection stale.
     pub(crate) fresh: bool,
@@ -184,7 +184,7 @@ pub(crate) struct Lent {
 
 impl Lent {
     pub(crate) fn wire(&mut self) -> Result<&mut Wire> {
-        self.wire.as_mut().ok_or_else(closed)
+        self.wire.as_deref_mut().ok_or_else(closed)
     }
 
     pub(crate) fn connector(&self) -> &Connector {

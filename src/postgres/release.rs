@@ -24,7 +24,7 @@ pub(crate) fn release(
     end: Instant,
     cancel: &CancelToken,
 ) -> Result<ReleaseOutcome> {
-    let outcome = backend.run_until_known(end, cancel, |session, at| {
+    let outcome = backend.run_until_known(lock_id, end, cancel, |session, at| {
         if cancel.is_never() { one_message(session, at, lock_id) } else { two_messages(session, at, lock_id) }
     });
     match outcome {
@@ -38,7 +38,7 @@ pub(crate) fn release(
         Err(Fault::Error(error)) => Err(error),
         Err(doubt) => Err(doubt
             .into_error()
-            .with_unknown_outcome(Duration::ZERO)),
+            .with_unknown_outcome(Duration::MAX)),
     }
     .map_err(|error| error.with_lock_id(lock_id.as_str()))
 }
@@ -77,11 +77,8 @@ impl Found {
 }
 
 fn one_message(session: &mut Session<'_>, at: &Located, lock_id: &LockId) -> Result<ReleaseOutcome, Trouble> {
-    let message = Message::new()
-        .raw("SET TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE")
-        .raw(session.limits())
-        .raw("SET LOCAL synchronous_commit TO off")
-        .call(&at.statements.release, &[Arg::Text(lock_id.as_str())]);
+    let message =
+        Message::new().raw(session.prelude()).call(&at.statements.release, &[Arg::Text(lock_id.as_str())]);
     let answers = session.commit(&message)?;
     let row = required(answers.row(0)?)?;
     Ok(match (required(int(row, 0)?)?, required(int(row, 1)?)?) {
@@ -99,8 +96,7 @@ fn two_messages(
     let statements = &at.statements;
     let id = Arg::Text(lock_id.as_str());
     let read = Message::new()
-        .raw("BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE")
-        .raw(session.limits_between())
+        .raw(session.prelude_between())
         .raw("SET LOCAL synchronous_commit TO off")
         .call(&statements.find, &[id])
         .call(&statements.clock, &[]);

@@ -8,6 +8,7 @@
 use sha2::{Digest, Sha256};
 
 use crate::error::{LockError, Result};
+use crate::postgres::sql::EQ;
 use crate::postgres::statement::push_quoted;
 
 /// The DDL, for the default names.
@@ -52,23 +53,21 @@ impl Names {
     /// that new tables would go to; the database's encoding.
     pub(crate) fn survey(&self) -> Result<String> {
         let (locks, fences) = (self.literal(&self.locks)?, self.literal(&self.fences)?);
-        // The caller's search path decides where the tables are, so it is not set here, and operators
-        // are qualified, too.
-        let is = "OPERATOR(pg_catalog.=)";
         let index = |unique: &str, column: &str| {
             format!(
                 "EXISTS (SELECT 1 FROM pg_catalog.pg_index i JOIN pg_catalog.pg_attribute a \
-                 ON a.attrelid {is} i.indrelid AND a.attnum {is} i.indkey[0] \
-                 WHERE i.indrelid {is} l.oid AND i.indnatts {is} 1 AND i.indisvalid AND i.indpred IS NULL{unique} AND a.attname {is} '{column}')"
+                 ON a.attrelid {EQ} i.indrelid AND a.attnum {EQ} i.indkey[0] \
+                 WHERE i.indrelid {EQ} l.oid AND i.indnatts {EQ} 1 AND i.indisvalid AND i.indpred IS NULL{unique} \
+                 AND a.attname {EQ} '{column}')"
             )
         };
         Ok(format!(
             "SELECT ln.nspname, l.relpersistence, fn.nspname, f.relpersistence, \
-             EXISTS (SELECT 1 FROM pg_catalog.pg_attribute a WHERE a.attrelid {is} f.oid AND a.attname {is} 'key_debug' AND NOT a.attisdropped), \
+             EXISTS (SELECT 1 FROM pg_catalog.pg_attribute a WHERE a.attrelid {EQ} f.oid AND a.attname {EQ} 'key_debug' AND NOT a.attisdropped), \
              {} AND {}, pg_catalog.current_schema(), pg_catalog.current_setting('server_encoding') \
              FROM (SELECT pg_catalog.to_regclass({locks}) AS l, pg_catalog.to_regclass({fences}) AS f) AS r \
-             LEFT JOIN pg_catalog.pg_class l ON l.oid {is} r.l LEFT JOIN pg_catalog.pg_namespace ln ON ln.oid {is} l.relnamespace \
-             LEFT JOIN pg_catalog.pg_class f ON f.oid {is} r.f LEFT JOIN pg_catalog.pg_namespace fn ON fn.oid {is} f.relnamespace",
+             LEFT JOIN pg_catalog.pg_class l ON l.oid {EQ} r.l LEFT JOIN pg_catalog.pg_namespace ln ON ln.oid {EQ} l.relnamespace \
+             LEFT JOIN pg_catalog.pg_class f ON f.oid {EQ} r.f LEFT JOIN pg_catalog.pg_namespace fn ON fn.oid {EQ} f.relnamespace",
             index(" AND i.indisunique", "lock_id"),
             index("", "expires_at_ms"),
         ))
@@ -78,7 +77,7 @@ impl Names {
     pub(crate) fn ddl(&self, schema: &str) -> String {
         let mut ddl = String::from(
             "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SET LOCAL client_min_messages TO warning; \
-             SET LOCAL lock_timeout TO '30s'; SET LOCAL synchronous_commit TO on; ",
+             SET LOCAL lock_timeout TO '30s'; SET LOCAL statement_timeout TO '60s'; SET LOCAL synchronous_commit TO on; ",
         );
         ddl.push_str("SELECT ");
         ddl.push_str(SET_UP_LOCK);
@@ -200,7 +199,7 @@ fn index_name(table: &str, suffix: &str) -> String {
         return plain;
     }
     let digest = Sha256::digest(table.as_bytes());
-    let hex: String = digest.iter().take(4).map(|byte| format!("{byte:02x}")).collect();
+    let hex = digest.iter().take(4).fold(String::new(), |hex, byte| hex + &format!("{byte:02x}"));
     let keep = MAX_IDENTIFIER - "idx__".len() - 1 - hex.len() - suffix.len();
     format!("idx_{}_{hex}_{suffix}", table.get(..keep).unwrap_or(table))
 }

@@ -17,11 +17,15 @@ use crate::cancel::{CancelToken, Subscription};
 use crate::error::{ErrorCode, LockError, Result};
 use crate::postgres::connect::{guard_runtime, rest};
 use crate::postgres::error::{Trouble, call_error, is_unprepared};
+use crate::postgres::link::Link;
 use crate::postgres::source::Connection;
-use crate::postgres::statement::{Backend, Memo, Message, Statement};
+use crate::postgres::statement::{Backend, LOCKS_FIRST, Memo, Message, Statement};
 
 /// How much later than the server's limits the client gives up.
-const GRACE: Duration = Duration::from_millis(100);
+pub(crate) const GRACE: Duration = Duration::from_millis(100);
+
+/// How much later than the call's own end the limits of a settled session may end a wait.
+const LATE_MS: u64 = 300;
 
 /// How long a ROLLBACK may take before the connection is closed instead.
 const ROLLBACK_LIMIT: Duration = Duration::from_secs(1);
@@ -33,6 +37,8 @@ pub(crate) struct Session<'a> {
     cancel: &'a CancelToken,
     in_transaction: bool,
     backend: Option<Arc<Backend>>,
+    /// See [`Memo::settled_ms`].
+    settled_ms: Option<u64>,
 }
 
 /// The rows of one message, by statement.
@@ -86,7 +92,14 @@ pub(crate) fn malformed() -> LockError {
 
 impl<'a> Session<'a> {
     pub(crate) fn new(connection: Connection, end: Instant, cancel: &'a CancelToken) -> Self {
-        Self { connection: Some(connection), end, cancel, in_transaction: false, backend: None }
+        Self {
+            connection: Some(connection),
+            end,
+            cancel,
+            in_transaction: false,
+            backend: None,
+            settled_ms: None,
+        }
     }
 
     /// Prepares these statements if this connection has not yet.
@@ -94,11 +107,12 @@ impl<'a> Session<'a> {
         let memo = self.connection()?.memo();
         let missing = memo.missing(statements);
         if missing.is_empty() {
-            let backend = memo.backend.clone();
+            let (backend, settled_ms) = (memo.backend.clone(), memo.settled_ms);
             self.backend = backend;
+            self.settled_ms = settled_ms;
             return Ok(());
         }
-        let message = Memo::preparation(&missing, self.limits());
+        let message = Memo::preparation(self.limits(), &missing);
         let answers = match self.simple(&message, false) {
             Ok(answers) => answers,
             // 42P05: somebody else prepared them on the server connection behind a pooler. 25001 or
@@ -116,8 +130,13 @@ impl<'a> Session<'a> {
             })),
             None => None,
         };
+        let settled_ms = answers.row(0)?.map(|row| int(row, 2)).transpose()?.flatten();
         self.backend.clone_from(&backend);
-        self.connection()?.memo().remember(&missing, backend);
+        let settled_ms = settled_ms.and_then(|ms| u64::try_from(ms).ok());
+        self.settled_ms = settled_ms;
+        let memo = self.connection()?.memo();
+        memo.settled_ms = settled_ms;
+        memo.remember(&missing, backend);
         Ok(())
     }
 
@@ -136,7 +155,7 @@ impl<'a> Session<'a> {
     pub(crate) fn commit(&mut self, message: &Message<'_>) -> Result<Answers, Trouble> {
         let answers = self.send(message, true)?;
         self.in_transaction = false;
-        if self.connection()?.link().is_some_and(|link| link.take_unreplicated()) {
+        if self.connection()?.link().is_some_and(Link::take_unreplicated) {
             return Err(Trouble::Broken {
                 error: LockError::new(ErrorCode::ServiceUnavailable)
                     .with_message("the change is durable on this server, but its standby may not have it"),
@@ -179,25 +198,53 @@ impl<'a> Session<'a> {
         self.connection.take()
     }
 
-    /// The settings of every transaction: bounds for its waits and statements (never 0, which would
-    /// mean none), names from `pg_catalog` alone, and no sequential scan, which a plan made while
-    /// the table was tiny would otherwise keep when it has grown.
-    ///
-    /// The bound for a lock is the shorter one: at the same length the statement's, which starts
-    /// first, would always end the wait, and contention would look like a slow server.
+    /// What a transaction states before anything else: isolation and access mode, and bounds for its
+    /// waits and statements (never 0, which would mean none). Nothing is stated that is so already:
+    /// a session of ours began with all of it, see
+    /// [`settled_options`](crate::postgres::statement::settled_options).
+    pub(crate) fn prelude(&self) -> String {
+        self.states("SET TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE;")
+    }
+
+    /// The same for a transaction that only reads.
     pub(crate) fn limits(&self) -> String {
-        let left = rest(self.end).as_millis().clamp(1, 2_000_000_000);
-        let for_locks = (left - (left / 10).min(50)).max(1);
+        self.states("")
+    }
+
+    /// The same with names from `pg_catalog` alone, for statements written with plain operators.
+    pub(crate) fn limits_plain(&self) -> String {
+        let limits = self.states("");
+        let separator = if limits.is_empty() { "" } else { ";" };
+        format!("SET LOCAL search_path TO pg_catalog{separator}{limits}")
+    }
+
+    /// The same for a transaction that stays open between two messages, with its `BEGIN`.
+    pub(crate) fn prelude_between(&self) -> String {
+        let mut prelude = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE".to_owned();
+        let limits = self.states("");
+        if !limits.is_empty() {
+            let left = self.millis_left();
+            prelude = format!("{prelude};{limits};SET LOCAL idle_in_transaction_session_timeout TO {left}");
+        }
+        prelude
+    }
+
+    fn states(&self, transaction: &str) -> String {
+        let left = self.millis_left();
+        // A limit that is a little late does no harm: where it can be, the client's own is exact.
+        if self.settled_ms.is_some_and(|limit| left >= limit - (limit / 10).min(LATE_MS)) {
+            return String::new();
+        }
+        // No sequential scan: a plan made while the table was tiny would keep it when it has grown.
         format!(
-            "SET LOCAL search_path TO pg_catalog;SET LOCAL enable_seqscan TO off;\
-             SET LOCAL lock_timeout TO {for_locks};SET LOCAL statement_timeout TO {left}"
+            "{transaction}SET LOCAL enable_seqscan TO off;\
+             SET LOCAL lock_timeout TO {left};SET LOCAL statement_timeout TO {}",
+            left + LOCKS_FIRST
         )
     }
 
-    /// [`limits`](Self::limits) for a transaction that stays open between two messages.
-    pub(crate) fn limits_between(&self) -> String {
-        let left = rest(self.end).as_millis().clamp(1, 2_000_000_000);
-        format!("{};SET LOCAL idle_in_transaction_session_timeout TO {left}", self.limits())
+    fn millis_left(&self) -> u64 {
+        u64::try_from(rest(self.end).as_millis()).unwrap_or(u64::MAX).clamp(1, 2_000_000_000)
     }
 
     pub(crate) fn check_cancel(&self) -> Result<()> {

@@ -3,6 +3,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use postgres::fallible_iterator::FallibleIterator;
 use postgres::{Client, NoTls};
 use r2d2::{ManageConnection, PooledConnection};
 
@@ -16,6 +17,9 @@ use crate::postgres::statement::Memo;
 
 /// How long a caller's pool is waited for at a time, where a token may end the wait.
 const SLICE: Duration = Duration::from_millis(100);
+
+/// How long [`Connection::is_open`] listens: the driver looks at the socket only while it waits.
+const LISTEN: Duration = Duration::from_millis(1);
 
 /// Lends connections for operations, and keeps one apart for renewals.
 pub(crate) struct Source {
@@ -69,8 +73,8 @@ impl Source {
             Operations::Own(pool) => pool.get(end, cancel).map(Connection::Own),
             Operations::Foreign { pool, canceller } => loop {
                 cancel.check()?;
-                let left = rest(end);
-                let wait = if cancel.is_never() { left } else { left.min(SLICE) };
+                let time = rest(end);
+                let wait = if cancel.is_never() { time } else { time.min(SLICE) };
                 match pool.lend(wait) {
                     Ok(mut lent) => {
                         let memo = lent.take_memo();
@@ -80,11 +84,23 @@ impl Source {
                             canceller: canceller.clone(),
                         }));
                     }
-                    Err(error) if wait == left => break Err(error),
+                    Err(error) if wait == time => break Err(error),
                     Err(_) => {}
                 }
             },
         }
+    }
+
+    /// A connection beside the one that the caller has, for a moment: of our own where we know how to
+    /// open one, else of the caller's pool. `None` if there is none to be had.
+    pub(crate) fn second(&self, limit: Duration) -> Option<Connection> {
+        let (end, never) = (Instant::now() + limit, CancelToken::never());
+        let found = match self.connector() {
+            // A pool of one, which ends with its connection.
+            Some(connector) => Pool::new(connector.clone(), 1, limit).get(end, &never).map(Connection::Own),
+            None => self.get(end, &never),
+        };
+        found.inspect_err(|error| log::debug!("no second connection: {}", error.chain())).ok()
     }
 
     /// The connection for renewals; hand it back with [`Source::keep`].
@@ -154,7 +170,9 @@ impl Source {
             }
         }
     }
+}
 
+impl Source {
     /// How to open a connection of our own, where that is known.
     pub(crate) fn connector(&self) -> Option<&Connector> {
         match (&self.operations, &self.renewals) {
@@ -220,6 +238,34 @@ impl Connection {
             Self::Own(lent) => lent.fresh,
             Self::Foreign(_) => false,
         }
+    }
+
+    /// Whether our own deadline ends every wait on it: a TCP connection of ours.
+    pub(crate) fn is_guarded(&mut self) -> bool {
+        self.link().is_some_and(Link::guards)
+    }
+
+    /// Whether the session is still open, as far as the socket tells without asking the server: what
+    /// it has sent by itself is read, for about a millisecond. It sends nothing.
+    pub(crate) fn is_open(&mut self) -> bool {
+        if let Some(link) = self.link() {
+            // The deadline of the last call is over long since, and this is not a call.
+            link.unlimited();
+        }
+        let Ok(client) = self.client() else { return false };
+        let heard = guard_runtime(|| client.notifications().timeout_iter(LISTEN).next());
+        matches!(heard, Ok(Ok(_))) && !client.is_closed()
+    }
+
+    /// Whether the server answers within `limit`; also where no deadline of ours guards the socket.
+    pub(crate) fn answers_within(&mut self, limit: Duration) -> bool {
+        let Ok(client) = self.client() else { return false };
+        matches!(guard_runtime(|| client.is_valid(limit)), Ok(Ok(())))
+    }
+
+    /// Forgets the connection without a word to the server: after a fork it is the parent's.
+    pub(crate) fn abandon(self) {
+        std::mem::forget(self);
     }
 
     /// Returns a connection that is in order.

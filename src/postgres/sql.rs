@@ -1,8 +1,8 @@
 //! Every SQL text of the lease protocol.
 //!
-//! Names are always quoted and qualified, functions qualified, and each transaction sets its
-//! `search_path` to `pg_catalog`, so that nobody's schema can slip an operator of its own in. Where
-//! the path is the caller's, operators are qualified as well.
+//! Names are always quoted and qualified, and so are functions, types and operators, so that
+//! nobody's schema can slip one of its own in, whatever the `search_path`
+//! (<https://www.postgresql.org/docs/current/typeconv-func.html>).
 //!
 //! Why the statements look as they do:
 //!
@@ -24,19 +24,40 @@ use crate::model::time::TIME_TOLERANCE_MS;
 use crate::postgres::schema::Tables;
 use crate::postgres::statement::{Statement, push_quoted};
 
+/// Operators by their full names.
+pub(crate) const EQ: &str = "OPERATOR(pg_catalog.=)";
+const NE: &str = "OPERATOR(pg_catalog.<>)";
+const GT: &str = "OPERATOR(pg_catalog.>)";
+const GE: &str = "OPERATOR(pg_catalog.>=)";
+const LT: &str = "OPERATOR(pg_catalog.<)";
+const PLUS: &str = "OPERATOR(pg_catalog.+)";
+const MINUS: &str = "OPERATOR(pg_catalog.-)";
+const COUNT: &str = "pg_catalog.count(*)";
+
+/// Types by their full names.
+const TEXT: &str = "pg_catalog.text";
+const INT: &str = "pg_catalog.int8";
+const TEXTS: &str = "pg_catalog.text[]";
+const INTS: &str = "pg_catalog.int8[]";
+
 /// Server time in Unix milliseconds, rounded down.
-pub(crate) const CLOCK: &str = "pg_catalog.floor(EXTRACT(EPOCH FROM pg_catalog.clock_timestamp()) OPERATOR(pg_catalog.*) 1000)::pg_catalog.int8";
+pub(crate) const CLOCK: &str = "pg_catalog.floor(EXTRACT(EPOCH FROM pg_catalog.clock_timestamp()) \
+    OPERATOR(pg_catalog.*) 1000)::pg_catalog.int8";
 
 /// Raises `synchronous_commit`, for this transaction alone, where it promises less than a durable
 /// commit; other levels ask for more and stay
 /// (<https://www.postgresql.org/docs/current/runtime-config-wal.html#GUC-SYNCHRONOUS-COMMIT>).
-const DURABLE: &str = "CASE WHEN pg_catalog.current_setting('synchronous_commit') IN ('off', 'local') \
+const DURABLE: &str = "CASE WHEN pg_catalog.current_setting('synchronous_commit') \
+    OPERATOR(pg_catalog.=) ANY (ARRAY['off', 'local']::pg_catalog.text[]) \
     THEN pg_catalog.set_config('synchronous_commit', 'on', true) END";
 
-/// The liveness rule of [`is_live`](crate::is_live) in SQL, from the same constant. Its operators
-/// are qualified because a fenced transaction has its caller's search path.
+/// Lets the commit of this transaction return before it is on disk.
+const RELAXED: &str = "pg_catalog.set_config('synchronous_commit', 'off', true)";
+
+/// The liveness rule of [`is_live`](crate::is_live) in SQL, from the same constant.
 pub(crate) fn live(expires_at_ms: &str, now_ms: &str) -> String {
-    format!("({expires_at_ms} OPERATOR(pg_catalog.>) ({now_ms} OPERATOR(pg_catalog.-) {TIME_TOLERANCE_MS}))")
+    // Spelled-out operators all have one precedence: nothing binds by itself.
+    format!("({expires_at_ms} {GT} ({now_ms} {MINUS} {TIME_TOLERANCE_MS}))")
 }
 
 /// The statements for one pair of tables.
@@ -52,7 +73,7 @@ pub(crate) struct Statements {
     pub(crate) grant: Statement,
     /// `(storage key, lock id)`: writes a granted row back as it is. Answers (expiry, fence).
     pub(crate) confirm: Statement,
-    /// `(storage key, fence key, user key, lock id, ttl ms)`: queue apart, all of the above at once.
+    /// `(storage key, fence key, user key, lock id, ttl ms)`: all of the above at once but the queue.
     pub(crate) acquire: Statement,
     /// `(lock id)`: locks a lease's row. Answers (key, lock id, expiry).
     pub(crate) find: Statement,
@@ -87,61 +108,63 @@ impl Statements {
         Self {
             queue: Statement::new(
                 "queue",
-                &["text"],
+                &[TEXT],
                 format!(
                     "SELECT pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext($1)::pg_catalog.int8), {DURABLE}"
                 ),
             ),
             hold: Statement::new(
                 "hold",
-                &["text", "text", "text"],
+                &[TEXT, TEXT, TEXT],
                 format!(
-                    "WITH {} SELECT (SELECT count(*) FROM cur), (SELECT count(*) FROM counter)",
+                    "WITH {} SELECT (SELECT {COUNT} FROM cur), (SELECT {COUNT} FROM counter)",
                     take(tables, "$1", "$2", "$3")
                 ),
             ),
-            view: Statement::new("view", &["text", "text"], view(tables)),
-            grant: Statement::new("grant", &["text", "text", "text", "text", "int8"], grant(tables)),
+            view: Statement::new("view", &[TEXT, TEXT], view(tables)),
+            grant: Statement::new("grant", &[TEXT, TEXT, TEXT, TEXT, INT], grant(tables)),
             confirm: Statement::new(
                 "confirm",
-                &["text", "text"],
+                &[TEXT, TEXT],
                 format!(
-                    "UPDATE {locks} AS l SET lock_id = l.lock_id WHERE l.key = $1 AND l.lock_id = $2 \
+                    "UPDATE {locks} AS l SET lock_id = l.lock_id WHERE l.key {EQ} $1 AND l.lock_id {EQ} $2 \
                      RETURNING l.expires_at_ms, l.fence"
                 ),
             ),
-            acquire: Statement::new("acquire", &["text", "text", "text", "text", "int8"], acquire(tables)),
+            acquire: Statement::new("acquire", &[TEXT, TEXT, TEXT, TEXT, INT], acquire(tables)),
             find: Statement::new(
                 "find",
-                &["text"],
+                &[TEXT],
                 format!(
-                    "SELECT l.key, l.lock_id, l.expires_at_ms FROM {locks} AS l WHERE l.lock_id = $1 FOR UPDATE"
+                    "SELECT l.key, l.lock_id, l.expires_at_ms FROM {locks} AS l WHERE l.lock_id {EQ} $1 FOR UPDATE"
                 ),
             ),
             clock: Statement::new("clock", &[], format!("SELECT {CLOCK}")),
             delete: Statement::new(
                 "delete",
-                &["text", "text"],
-                format!("DELETE FROM {locks} AS l WHERE l.key = $1 AND l.lock_id = $2 RETURNING l.lock_id"),
+                &[TEXT, TEXT],
+                format!(
+                    "DELETE FROM {locks} AS l WHERE l.key {EQ} $1 AND l.lock_id {EQ} $2 RETURNING l.lock_id"
+                ),
             ),
             update: Statement::new(
                 "update",
-                &["text", "text", "int8"],
+                &[TEXT, TEXT, INT],
                 format!(
-                    "UPDATE {locks} AS l SET expires_at_ms = {CLOCK} + $3 WHERE l.key = $1 AND l.lock_id = $2 \
+                    "UPDATE {locks} AS l SET expires_at_ms = {CLOCK} {PLUS} $3 WHERE l.key {EQ} $1 AND l.lock_id {EQ} $2 \
                      RETURNING l.expires_at_ms"
                 ),
             ),
-            release: Statement::new("release", &["text"], release(tables)),
-            extend: Statement::new("extend", &["text", "int8"], extend(tables)),
-            renew: Statement::new("renew", &["text[]", "text[]", "int8[]"], renew(tables)),
+            release: Statement::new("release", &[TEXT], release(tables)),
+            extend: Statement::new("extend", &[TEXT, INT], extend(tables)),
+            renew: Statement::new("renew", &[TEXTS, TEXTS, INTS], renew(tables)),
             look: Statement::new(
                 "look",
-                &["text"],
-                format!("SELECT l.expires_at_ms, {CLOCK} FROM {locks} AS l WHERE l.key = $1"),
+                &[TEXT],
+                format!("SELECT l.expires_at_ms, {CLOCK} FROM {locks} AS l WHERE l.key {EQ} $1"),
             ),
-            by_key: Statement::new("by_key", &["text"], format!("{row} WHERE l.key = $1")),
-            by_id: Statement::new("by_id", &["text"], format!("{row} WHERE l.lock_id = $1")),
+            by_key: Statement::new("by_key", &[TEXT], format!("{row} WHERE l.key {EQ} $1")),
+            by_id: Statement::new("by_id", &[TEXT], format!("{row} WHERE l.lock_id {EQ} $1")),
             durable: Statement::new("durable", &[], format!("SELECT {DURABLE}")),
         }
     }
@@ -183,12 +206,12 @@ pub(crate) fn fenced(tables: &Tables, key: &str, fence_key: &str, fence: Fence) 
     let alive = live("l.expires_at_ms", "t.now");
     Ok(format!(
         "WITH counter AS MATERIALIZED (\
-           SELECT c.fence FROM {fences} AS c WHERE c.fence_key OPERATOR(pg_catalog.=) {f} FOR SHARE OF c), \
+           SELECT c.fence FROM {fences} AS c WHERE c.fence_key {EQ} {f} FOR SHARE OF c), \
          t AS MATERIALIZED (\
-           SELECT {CLOCK} AS now FROM (SELECT pg_catalog.count(*) AS n FROM counter) AS x WHERE x.n OPERATOR(pg_catalog.=) 1) \
-         SELECT (CASE WHEN EXISTS (SELECT 1 FROM counter WHERE fence OPERATOR(pg_catalog.=) {number}) AND EXISTS (\
-           SELECT 1 FROM {locks} AS l, t WHERE l.key OPERATOR(pg_catalog.=) {k} \
-             AND l.fence OPERATOR(pg_catalog.=) '{fence}' AND {alive}) \
+           SELECT {CLOCK} AS now FROM (SELECT {COUNT} AS n FROM counter) AS x WHERE x.n {EQ} 1) \
+         SELECT (CASE WHEN EXISTS (SELECT 1 FROM counter WHERE fence {EQ} {number}) AND EXISTS (\
+           SELECT 1 FROM {locks} AS l, t WHERE l.key {EQ} {k} \
+             AND l.fence {EQ} '{fence}' AND {alive}) \
          THEN '1' ELSE '{STALE}' END)::pg_catalog.int4"
     ))
 }
@@ -203,14 +226,14 @@ fn take(tables: &Tables, key: &str, fence_key: &str, lock_id: &str) -> String {
     let alive = live("l.expires_at_ms", CLOCK);
     format!(
         "look AS MATERIALIZED (\
-           SELECT 1 FROM {locks} AS l WHERE l.key = {key} AND l.lock_id <> {lock_id} AND {alive}), \
+           SELECT 1 FROM {locks} AS l WHERE l.key {EQ} {key} AND l.lock_id {NE} {lock_id} AND {alive}), \
          cur AS MATERIALIZED (\
            SELECT l.lock_id, l.expires_at_ms FROM {locks} AS l \
-           WHERE l.key = {key} AND NOT EXISTS (SELECT 1 FROM look) FOR UPDATE OF l), \
+           WHERE l.key {EQ} {key} AND NOT EXISTS (SELECT 1 FROM look) FOR UPDATE OF l), \
          counter AS MATERIALIZED (\
            SELECT c.fence FROM {fences} AS c \
-           WHERE c.fence_key = {fence_key} AND NOT EXISTS (SELECT 1 FROM look) \
-             AND (SELECT count(*) FROM cur) >= 0 FOR NO KEY UPDATE OF c SKIP LOCKED)"
+           WHERE c.fence_key {EQ} {fence_key} AND NOT EXISTS (SELECT 1 FROM look) \
+             AND (SELECT {COUNT} FROM cur) {GE} 0::pg_catalog.int8 FOR NO KEY UPDATE OF c SKIP LOCKED)"
     )
 }
 
@@ -218,7 +241,7 @@ fn view(tables: &Tables) -> String {
     let (locks, fences) = (&tables.locks, &tables.fences);
     format!(
         "SELECT l.lock_id, l.expires_at_ms, c.fence, {CLOCK} FROM (SELECT 1) AS one \
-         LEFT JOIN {locks} AS l ON l.key = $1 LEFT JOIN {fences} AS c ON c.fence_key = $2"
+         LEFT JOIN {locks} AS l ON l.key {EQ} $1 LEFT JOIN {fences} AS c ON c.fence_key {EQ} $2"
     )
 }
 
@@ -231,10 +254,10 @@ fn write(tables: &Tables, key: &str, fence_key: &str, user_key: &str, lock_id: &
     format!(
         "f AS (\
            INSERT INTO {fences} AS c (fence_key, fence{column}) SELECT {fence_key}, 1{value} FROM ok \
-           ON CONFLICT (fence_key) DO UPDATE SET fence = c.fence + 1 WHERE c.fence < {FENCE_MAX} RETURNING c.fence), \
+           ON CONFLICT (fence_key) DO UPDATE SET fence = c.fence {PLUS} 1 WHERE c.fence {LT} {FENCE_MAX} RETURNING c.fence), \
          u AS (\
            INSERT INTO {locks} AS l (key, lock_id, expires_at_ms, acquired_at_ms, fence, user_key) \
-           SELECT {key}, {lock_id}, ok.now + {ttl}, ok.now, pg_catalog.lpad(f.fence::pg_catalog.text, 15, '0'), {user_key} \
+           SELECT {key}, {lock_id}, ok.now {PLUS} {ttl}, ok.now, pg_catalog.lpad(f.fence::pg_catalog.text, 15, '0'), {user_key} \
            FROM f, ok \
            ON CONFLICT (key) DO UPDATE SET lock_id = EXCLUDED.lock_id, expires_at_ms = EXCLUDED.expires_at_ms, \
              acquired_at_ms = EXCLUDED.acquired_at_ms, fence = EXCLUDED.fence, user_key = EXCLUDED.user_key \
@@ -244,8 +267,7 @@ fn write(tables: &Tables, key: &str, fence_key: &str, user_key: &str, lock_id: &
 
 /// Fails the message if the counter was raised and the row was not written: a burnt fence must not
 /// be committed. (Division by zero, 22012, which nothing else here can raise.)
-const ALL_OR_NOTHING: &str =
-    "1 / (CASE WHEN EXISTS (SELECT 1 FROM f) AND NOT EXISTS (SELECT 1 FROM u) THEN 0 ELSE 1 END)";
+const ALL_OR_NOTHING: &str = "1 OPERATOR(pg_catalog./) (CASE WHEN EXISTS (SELECT 1 FROM f) AND NOT EXISTS (SELECT 1 FROM u) THEN 0 ELSE 1 END)";
 
 fn grant(tables: &Tables) -> String {
     format!(
@@ -255,23 +277,27 @@ fn grant(tables: &Tables) -> String {
     )
 }
 
+/// The whole acquire but the queue. `cur` is the row, locked, if it is over or ours; a visible row
+/// that is not in `cur` is somebody's. The counter is locked only when no row stands against it, and
+/// a visible counter that cannot be locked is somebody's, too. Then comes the clock, then the grant.
 fn acquire(tables: &Tables) -> String {
-    let fences = &tables.fences;
-    let alive = live("cur.expires_at_ms", "t.now");
+    let (locks, fences) = (&tables.locks, &tables.fences);
+    let alive = live("l.expires_at_ms", CLOCK);
+    let free =
+        format!("(SELECT {COUNT} FROM {locks} AS l WHERE l.key {EQ} $1) {EQ} (SELECT {COUNT} FROM cur)");
     format!(
-        "WITH {}, \
-         seen AS MATERIALIZED (SELECT c.fence FROM {fences} AS c WHERE c.fence_key = $2), \
-         t AS MATERIALIZED (\
-           SELECT {CLOCK} AS now FROM (SELECT count(*) AS n FROM cur) AS a, (SELECT count(*) AS n FROM counter) AS b \
-           WHERE a.n >= 0 AND b.n >= 0), \
+        "WITH cur AS MATERIALIZED (\
+           SELECT l.lock_id FROM {locks} AS l \
+           WHERE l.key {EQ} $1 AND (l.lock_id {EQ} $4 OR NOT {alive}) FOR UPDATE OF l), \
          ok AS MATERIALIZED (\
-           SELECT t.now FROM t WHERE NOT EXISTS (SELECT 1 FROM look) \
-             AND NOT EXISTS (SELECT 1 FROM cur WHERE {alive}) \
-             AND (SELECT count(*) FROM seen) = (SELECT count(*) FROM counter)), \
+           SELECT {CLOCK} AS now FROM (SELECT {COUNT} AS n FROM (\
+             SELECT 1 FROM {fences} AS c WHERE c.fence_key {EQ} $2 AND {free} \
+             FOR NO KEY UPDATE OF c SKIP LOCKED) AS counter) AS held \
+           WHERE held.n {EQ} (SELECT {COUNT} FROM {fences} AS c WHERE c.fence_key {EQ} $2) AND {free} \
+             AND NOT EXISTS (SELECT 1 FROM cur WHERE cur.lock_id {EQ} $4)), \
          {} \
          SELECT (SELECT u.expires_at_ms FROM u), (SELECT u.fence FROM u), {ALL_OR_NOTHING}, \
-           (SELECT count(*) FROM ok), (SELECT count(*) FROM cur, t WHERE cur.lock_id = $4 AND {alive})",
-        take(tables, "$1", "$2", "$4"),
+           (SELECT {COUNT} FROM ok), (SELECT {COUNT} FROM cur WHERE cur.lock_id {EQ} $4)",
         write(tables, "$1", "$2", "$3", "$4", "$5")
     )
 }
@@ -281,8 +307,9 @@ fn locked_row(tables: &Tables) -> String {
     let locks = &tables.locks;
     format!(
         "cur AS MATERIALIZED (\
-           SELECT l.key, l.expires_at_ms FROM {locks} AS l WHERE l.lock_id = $1 FOR UPDATE), \
-         t AS MATERIALIZED (SELECT {CLOCK} AS now FROM (SELECT count(*) AS n FROM cur) AS a WHERE a.n >= 0)"
+           SELECT l.key, l.expires_at_ms FROM {locks} AS l WHERE l.lock_id {EQ} $1 FOR UPDATE), \
+         t AS MATERIALIZED (\
+           SELECT {CLOCK} AS now FROM (SELECT {COUNT} AS n FROM cur) AS a WHERE a.n {GE} 0::pg_catalog.int8)"
     )
 }
 
@@ -290,8 +317,9 @@ fn release(tables: &Tables) -> String {
     let (locks, alive) = (&tables.locks, live("cur.expires_at_ms", "t.now"));
     format!(
         "WITH {}, d AS (\
-           DELETE FROM {locks} AS l USING cur, t WHERE l.key = cur.key AND l.lock_id = $1 AND {alive} RETURNING 1) \
-         SELECT (SELECT count(*) FROM cur), (SELECT count(*) FROM d)",
+           DELETE FROM {locks} AS l USING cur, t \
+           WHERE l.key {EQ} cur.key AND l.lock_id {EQ} $1 AND {alive} RETURNING 1) \
+         SELECT (SELECT {COUNT} FROM cur), (SELECT {COUNT} FROM d), {RELAXED}",
         locked_row(tables)
     )
 }
@@ -300,9 +328,9 @@ fn extend(tables: &Tables) -> String {
     let (locks, alive) = (&tables.locks, live("cur.expires_at_ms", "t.now"));
     format!(
         "WITH {}, u AS (\
-           UPDATE {locks} AS l SET expires_at_ms = t.now + $2 FROM cur, t \
-           WHERE l.key = cur.key AND l.lock_id = $1 AND {alive} RETURNING l.expires_at_ms) \
-         SELECT (SELECT count(*) FROM cur), (SELECT u.expires_at_ms FROM u), {DURABLE}",
+           UPDATE {locks} AS l SET expires_at_ms = t.now {PLUS} $2 FROM cur, t \
+           WHERE l.key {EQ} cur.key AND l.lock_id {EQ} $1 AND {alive} RETURNING l.expires_at_ms) \
+         SELECT (SELECT {COUNT} FROM cur), (SELECT u.expires_at_ms FROM u), {DURABLE}",
         locked_row(tables)
     )
 }
@@ -314,17 +342,19 @@ fn renew(tables: &Tables) -> String {
     let (locks, alive) = (&tables.locks, live("cur.expires_at_ms", "t.now"));
     format!(
         "WITH want AS MATERIALIZED (\
-           SELECT * FROM ROWS FROM (pg_catalog.unnest($1), pg_catalog.unnest($2), pg_catalog.unnest($3)) WITH ORDINALITY AS w (key, lock_id, ttl, place)), \
+           SELECT * FROM ROWS FROM (pg_catalog.unnest($1), pg_catalog.unnest($2), pg_catalog.unnest($3)) \
+             WITH ORDINALITY AS w (key, lock_id, ttl, place)), \
          cur AS MATERIALIZED (\
            SELECT l.key, l.lock_id, l.expires_at_ms FROM {locks} AS l \
-           WHERE l.lock_id = ANY ($2) ORDER BY l.key FOR UPDATE SKIP LOCKED), \
-         t AS MATERIALIZED (SELECT {CLOCK} AS now FROM (SELECT count(*) AS n FROM cur) AS a WHERE a.n >= 0), \
+           WHERE l.lock_id {EQ} ANY ($2) ORDER BY l.key FOR UPDATE SKIP LOCKED), \
+         t AS MATERIALIZED (\
+           SELECT {CLOCK} AS now FROM (SELECT {COUNT} AS n FROM cur) AS a WHERE a.n {GE} 0::pg_catalog.int8), \
          u AS (\
-           UPDATE {locks} AS l SET expires_at_ms = t.now + want.ttl FROM cur, want, t \
-           WHERE want.lock_id = cur.lock_id AND l.key = cur.key AND l.lock_id = cur.lock_id AND {alive} \
+           UPDATE {locks} AS l SET expires_at_ms = t.now {PLUS} want.ttl FROM cur, want, t \
+           WHERE want.lock_id {EQ} cur.lock_id AND l.key {EQ} cur.key AND l.lock_id {EQ} cur.lock_id AND {alive} \
            RETURNING l.lock_id, l.expires_at_ms) \
          SELECT want.place, u.expires_at_ms, cur.lock_id IS NOT NULL, l.lock_id, l.fence FROM want \
-           LEFT JOIN u ON u.lock_id = want.lock_id LEFT JOIN cur ON cur.lock_id = want.lock_id \
-           LEFT JOIN {locks} AS l ON l.key = want.key"
+           LEFT JOIN u ON u.lock_id {EQ} want.lock_id LEFT JOIN cur ON cur.lock_id {EQ} want.lock_id \
+           LEFT JOIN {locks} AS l ON l.key {EQ} want.key"
     )
 }

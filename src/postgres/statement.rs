@@ -24,6 +24,7 @@ pub(crate) struct Statement {
 
 impl Statement {
     pub(crate) fn new(what: &str, types: &'static [&'static str], text: String) -> Self {
+        let text = crate::sabotage::sql(text);
         let digest = Sha256::digest(text.as_bytes());
         let mut name = format!("sg_{what}_");
         for byte in digest.iter().take(8) {
@@ -59,23 +60,19 @@ impl Statement {
 
     /// The text with the arguments in the place of `$n`.
     fn write_out(&self, args: &[Arg<'_>], out: &mut String) -> Result<()> {
-        let mut rest = self.text.as_str();
-        while let Some(at) = rest.find('$') {
-            let (before, after) = rest.split_at(at);
-            out.push_str(before);
-            let digits = after[1..].bytes().take_while(u8::is_ascii_digit).count();
-            let number: usize = after[1..=digits].parse().unwrap_or(0);
-            let (Some(arg), Some(of)) =
-                (args.get(number.wrapping_sub(1)), self.types.get(number.wrapping_sub(1)))
-            else {
+        let mut pieces = self.text.split('$');
+        out.push_str(pieces.next().unwrap_or_default());
+        for piece in pieces {
+            let end = piece.find(|c: char| !c.is_ascii_digit()).unwrap_or(piece.len());
+            let (number, after) = piece.split_at(end);
+            let place = number.parse().unwrap_or(0_usize).wrapping_sub(1);
+            let (Some(arg), Some(of)) = (args.get(place), self.types.get(place)) else {
                 return Err(LockError::invalid("a statement has fewer arguments than it needs"));
             };
             out.push('(');
             arg.push(out)?;
-            let _ = write!(out, ")::{of}");
-            rest = &after[1 + digits..];
+            let _ = write!(out, ")::{of}{after}");
         }
-        out.push_str(rest);
         Ok(())
     }
 }
@@ -157,7 +154,10 @@ impl<'a> Message<'a> {
 
     /// Adds SQL text as it is.
     pub(crate) fn raw(mut self, sql: impl Into<String>) -> Self {
-        self.parts.push(Part::Raw(sql.into()));
+        let sql = sql.into();
+        if !sql.is_empty() {
+            self.parts.push(Part::Raw(sql));
+        }
         self
     }
 
@@ -197,6 +197,25 @@ pub(crate) struct Memo {
     /// How often in a row a prepared statement was gone.
     pub(crate) vanished: u8,
     pub(crate) backend: Option<Arc<Backend>>,
+    /// The session began with the settings that transactions need, and this limit in milliseconds
+    /// for its waits and statements: nothing has to be set that is already so.
+    pub(crate) settled_ms: Option<u64>,
+}
+
+/// How much later than the limit for locks the one for statements ends. Both count from the same
+/// moment, and of the two errors only the one about locks says that waiting for it was contention.
+pub(crate) const LOCKS_FIRST: u64 = 50;
+
+/// The settings that a session of ours begins with, as the `options` of its startup message. They
+/// are the session's defaults: nothing that runs in it, and no `DISCARD ALL`, takes them away.
+pub(crate) fn settled_options(limit_ms: u64) -> String {
+    let statement_ms = limit_ms + LOCKS_FIRST;
+    format!(
+        "-c lock_timeout={limit_ms} -c statement_timeout={statement_ms} \
+         -c idle_in_transaction_session_timeout={limit_ms} -c enable_seqscan=off \
+         -c default_transaction_isolation=read\\ committed -c default_transaction_read_only=off \
+         -c syncguard.settled_ms={limit_ms}"
+    )
 }
 
 /// A server process, told apart from a later one with the same number by its start.
@@ -215,15 +234,16 @@ impl Memo {
         statements.iter().copied().filter(|s| !self.prepared.contains(&s.name)).collect()
     }
 
-    /// The message that prepares them, and asks who the server process is. It needs limits of its
-    /// own: to prepare a statement is to lock its tables.
-    pub(crate) fn preparation(missing: &[&Statement], limits: String) -> Message<'static> {
+    /// The message that prepares them, and asks who the server process is. It needs the limits of
+    /// any other transaction: to prepare a statement takes a lock on its tables.
+    pub(crate) fn preparation(limits: String, missing: &[&Statement]) -> Message<'static> {
         let mut message = Message::new().raw(limits);
         for statement in missing {
             message = message.raw(statement.prepare());
         }
         message.raw(
-            "SELECT pid, backend_start FROM pg_catalog.pg_stat_get_activity(pg_catalog.pg_backend_pid())",
+            "SELECT pid, backend_start, pg_catalog.current_setting('syncguard.settled_ms', true) \
+             FROM pg_catalog.pg_stat_get_activity(pg_catalog.pg_backend_pid())",
         )
     }
 

@@ -120,6 +120,17 @@ impl Cluster {
 
     /// Starts the server and waits until it takes connections; the error is the server's log.
     pub fn launch(&self) -> Result<(), String> {
+        let mut result = Ok(());
+        // After a kill the other processes of the old server need a moment to notice; until then
+        // their shared memory keeps a new server from starting.
+        poll(LIMIT, || {
+            result = self.launch_once();
+            !result.as_ref().is_err_and(|log| log.contains("pre-existing shared memory block"))
+        });
+        result
+    }
+
+    fn launch_once(&self) -> Result<(), String> {
         let mut slot = self.process();
         assert!(slot.is_none(), "the server runs already");
         let log_at = self.log().len();
@@ -269,7 +280,8 @@ pub fn signal(pid: u32, name: &str) {
 fn is_ready(data_dir: &Path, pid: u32) -> bool {
     let text = fs::read_to_string(data_dir.join("postmaster.pid")).unwrap_or_default();
     let mut lines = text.lines();
-    lines.next() == Some(&pid.to_string()) && lines.nth(6).is_some_and(|state| state.trim() == "ready")
+    lines.next() == Some(&pid.to_string())
+        && lines.nth(6).is_some_and(|state| matches!(state.trim(), "ready" | "standby"))
 }
 
 fn copy(from: Option<&Path>, to: &Path) -> bool {

@@ -24,24 +24,35 @@
 // unexpected has one way to say so, which is to panic.
 #![allow(dead_code, unused_imports, unreachable_pub)]
 #![allow(clippy::expect_used, clippy::panic, clippy::print_stderr, clippy::must_use_candidate)]
+#![allow(
+    clippy::needless_pass_by_value,
+    clippy::struct_excessive_bools,
+    clippy::redundant_closure_for_method_calls,
+    clippy::unused_self
+)]
 #![allow(clippy::indexing_slicing, clippy::missing_panics_doc)]
 
 pub mod account;
 pub mod binaries;
 pub mod cluster;
 pub mod keeper;
+pub mod leases;
 pub mod logs;
 pub mod place;
+pub mod proxy;
 pub mod role;
 pub mod schema;
 pub mod script;
 pub mod server;
+pub mod session_locks;
 pub mod stored;
 pub mod wait;
+pub mod wire;
 pub mod worker;
 
 pub use cluster::{Config, Stop};
 pub use place::{Call, Place, TTL, place};
+pub use proxy::{Action, Network, Proxy};
 pub use role::Role;
 pub use schema::TestSchema;
 pub use script::Scripted;

@@ -19,6 +19,7 @@
 use std::env;
 use std::io::{self, BufRead as _, BufReader, Write as _};
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
+use std::sync::Mutex;
 use std::sync::mpsc::{self, Receiver};
 use std::thread;
 
@@ -40,7 +41,7 @@ pub struct Worker {
 /// The test, seen from a worker process.
 #[derive(Debug)]
 pub struct Parent {
-    heard: Receiver<String>,
+    heard: Mutex<Receiver<String>>,
 }
 
 /// In a worker that was started with this part: runs it and ends the process. Elsewhere: nothing.
@@ -55,7 +56,7 @@ pub fn part(name: &str, run: impl FnOnce(&Parent)) {
         }
         std::process::exit(3);
     });
-    run(&Parent { heard });
+    run(&Parent { heard: Mutex::new(heard) });
     std::process::exit(0);
 }
 
@@ -74,7 +75,7 @@ impl Parent {
 
     /// The next line that the test sent.
     pub fn hear(&self) -> String {
-        self.heard.recv().expect("the parent lives")
+        self.heard.lock().expect("no thread has failed").recv().expect("the parent lives")
     }
 
     /// Until somebody kills this process, or the parent ends.
@@ -101,6 +102,19 @@ impl Worker {
         let mut command = Self::command(test, part, args);
         command.env_remove("SYNCGUARD_TEST_URL").env_remove("SYNCGUARD_TEST_SOCKET_URL");
         Self::spawn(command)
+    }
+
+    /// The same, with variables of the environment as they are.
+    pub fn start_alone_with(test: &str, part: &str, args: &[(&str, &str)], envs: &[(&str, &str)]) -> Self {
+        let mut command = Self::command(test, part, args);
+        command.env_remove("SYNCGUARD_TEST_URL").env_remove("SYNCGUARD_TEST_SOCKET_URL");
+        command.envs(envs.iter().copied());
+        Self::spawn(command)
+    }
+
+    /// The next line, if one comes in time; the error says whether the worker's output has ended.
+    pub fn try_hear(&mut self, limit: std::time::Duration) -> Result<String, mpsc::RecvTimeoutError> {
+        self.said.recv_timeout(limit)
     }
 
     pub fn id(&self) -> u32 {

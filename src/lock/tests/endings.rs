@@ -192,3 +192,16 @@ fn a_guard_that_ends_while_the_client_closes_is_released_by_one_of_them() {
         assert_eq!(fake.count("release"), 1);
     }
 }
+
+#[test]
+fn what_a_close_gave_up_does_not_keep_the_worker() {
+    let fake = Fake::on(Clock::system());
+    let client = client(&fake);
+    // Longer than any test waits: only giving up ends the worker.
+    let held = client.lock_with("k", &LockOptions::new().ttl(s(3600))).unwrap();
+    fake.script("release", [Script::Fail(ErrorCode::ServiceUnavailable); 1000]);
+    let report = client.close(ms(50)).unwrap();
+    assert_eq!((report.released, report.pending), (0, 1));
+    drop((held, client));
+    eventually("the worker ends", || Arc::strong_count(&fake) == 1);
+}

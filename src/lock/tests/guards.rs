@@ -328,7 +328,7 @@ fn callbacks_may_panic_and_may_use_and_drop_the_client() {
     let (fake, clock) = Fake::manual();
     let client = client(&fake);
     let inner = client.clone();
-    let slot: Arc<Mutex<Option<crate::LockGuard>>> = Arc::default();
+    let slot: Arc<Mutex<Option<crate::lock::LockGuard>>> = Arc::default();
     let taken = Arc::clone(&slot);
     let seen = Arc::new(Mutex::new(Vec::new()));
     let see = Arc::clone(&seen);
@@ -361,7 +361,7 @@ fn a_guard_shows_neither_its_key_nor_its_id() {
 #[test]
 fn guards_and_clients_may_go_anywhere() {
     fn check<T: Send + Sync + 'static>() {}
-    check::<crate::LockGuard>();
+    check::<crate::lock::LockGuard>();
     check::<LockClient>();
     check::<LockOptions>();
 }

@@ -122,7 +122,7 @@ fn sections_never_overlap() {
             scope.spawn(|| {
                 for _ in 0..50 {
                     let options = LockOptions::new().wait_forever().retry_delay(ms(1));
-                    let work = |_: &crate::LockGuard| {
+                    let work = |_: &crate::lock::LockGuard| {
                         assert_eq!(inside.fetch_add(1, Ordering::SeqCst), 0);
                         thread::yield_now();
                         inside.fetch_sub(1, Ordering::SeqCst);
@@ -232,13 +232,14 @@ fn an_id_that_may_still_arrive_is_released_until_its_lease_would_be_over() {
     let (client, reports) = reporting_client(&fake);
     fake.script("attempt", [Script::Unknown]);
     client.acquire("k", s(30)).unwrap_err();
-    for _ in 0..31 {
+    // The request may wait in the server for an operation's time before its lease begins.
+    for _ in 0..30 + 1 + 5 {
         let desk = || guard(&client.engine().crew.desk);
         eventually("another try", || desk().in_hand == 0 && desk().deferred.next() > clock.now());
         clock.advance(s(1));
     }
     let seen = || client.engine().crew.desk.lock().unwrap().deferred.is_empty();
-    eventually("given up after the ttl and the tolerance", seen);
+    eventually("given up after an operation's time, the ttl and the tolerance", seen);
     let tries = fake.count("release");
     assert!(tries >= 5, "{tries}");
     clock.advance(s(100));
@@ -283,7 +284,8 @@ fn a_wake_up_from_outside_ends_the_pause_and_costs_no_retry() {
     let client = client(&fake);
     let waiter = thread::spawn({
         let client = client.clone();
-        move || client.lock_with("k", &LockOptions::new().wait_forever().max_retries(1).retry_delay(s(3600)))
+        let options = LockOptions::new().wait_forever().max_retries(1).retry_delay(s(3600));
+        move || client.lock_with("k", &options.wake_ups(false))
     });
     eventually("it waits", || fake.count("attempt") == 1);
     for n in 2..6 {
@@ -319,4 +321,22 @@ fn a_call_that_the_timeout_cut_short_is_the_timeout_of_the_whole() {
     });
     let error = waiter.join().unwrap().unwrap_err();
     assert_eq!(error.code(), ErrorCode::AcquisitionTimeout);
+}
+
+#[test]
+fn a_sleep_ends_at_the_timeout_by_itself() {
+    let fake = Fake::on(Clock::system());
+    fake.occupy("k", s(3600));
+    let client = client(&fake);
+    let waiters: Vec<_> = (0..2)
+        .map(|_| {
+            let client = client.clone();
+            let options = LockOptions::new().retry_delay(Duration::MAX).timeout(ms(50));
+            thread::spawn(move || client.lock_with("k", &options))
+        })
+        .collect();
+    for waiter in waiters {
+        eventually("the first waiter's and the queue's end", || waiter.is_finished());
+        assert_eq!(waiter.join().unwrap().unwrap_err().code(), ErrorCode::AcquisitionTimeout);
+    }
 }

@@ -1,0 +1,176 @@
+//! What the holder of a session lock has.
+
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::advisory::AdvisoryLost;
+use crate::advisory::crew::{Crew, Held};
+use crate::advisory::hold::Taken;
+use crate::advisory::key::AdvisoryKey;
+use crate::advisory::session::let_go;
+use crate::backend::ReleaseResult;
+use crate::cancel::CancelToken;
+use crate::error::{ErrorCode, LockError, Result};
+
+/// A held session lock, with the connection that it lives on. Let go when it is dropped, and at the
+/// latest when its `max_hold` is over (unless its options keep it).
+///
+/// Long work should look at [`is_held`](Self::is_held) or watch [`lost`](Self::lost): when the
+/// connection ends, the server gives the lock to the next, and no one can stop work that goes on.
+/// There is no fence here; where late writes must be impossible, take a lease and a fenced transaction.
+///
+/// Dropping it unlocks on this thread, for at most the client's `dispose_timeout`. Inside an async
+/// runtime and while unwinding from a panic a thread of the client takes over. `Drop` never panics;
+/// what goes wrong is logged, and the connection is closed, which frees the lock as well.
+#[must_use = "the lock is let go at once if the guard is not bound to a variable: use `let _guard = …`, not `let _ = …`"]
+pub struct AdvisoryGuard {
+    hold: Arc<Held>,
+    crew: Arc<Crew>,
+    release_limit: Duration,
+    drop_limit: Duration,
+}
+
+impl AdvisoryGuard {
+    pub(super) fn new(
+        hold: Arc<Held>,
+        crew: Arc<Crew>,
+        release_limit: Duration,
+        drop_limit: Duration,
+    ) -> Self {
+        Self { hold, crew, release_limit, drop_limit }
+    }
+
+    /// The locked key.
+    #[must_use]
+    pub fn key(&self) -> AdvisoryKey {
+        self.hold.key
+    }
+
+    /// The server process that holds the lock, as `pg_locks` and `pg_stat_activity` show it.
+    #[must_use]
+    pub fn pid(&self) -> i32 {
+        self.hold.pid
+    }
+
+    /// Whether the lock can still be trusted: its time is not over, and no loss was noticed so far.
+    /// No I/O. Once `false` it stays `false`.
+    ///
+    /// A session that has ended is noticed within about a second; a network that has gone silent
+    /// within 10 s.
+    #[must_use]
+    pub fn is_held(&self) -> bool {
+        if self.hold.is_foreign() {
+            return false;
+        }
+        self.crew.tick(&self.hold);
+        self.hold.is_held()
+    }
+
+    /// Fires when the lock can no longer be trusted: its time is over, its session has ended, or the
+    /// client was closed. Cancelling it yourself only wakes those who wait for it. It does not fire
+    /// when the guard is released.
+    #[must_use]
+    pub fn lost(&self) -> &CancelToken {
+        &self.hold.lost
+    }
+
+    /// Fires when `max_hold` is over, also where the options keep the lock: a request to finish.
+    #[must_use]
+    pub fn overdue(&self) -> &CancelToken {
+        &self.hold.overdue
+    }
+
+    /// Why the lock is lost; `None` while it is not.
+    #[must_use]
+    pub fn lost_reason(&self) -> Option<AdvisoryLost> {
+        if !self.hold.is_foreign() {
+            self.crew.tick(&self.hold);
+        }
+        self.hold.lost_reason()
+    }
+
+    /// Lets the lock go, and says whether it was still held.
+    ///
+    /// # Errors
+    ///
+    /// Those of the connection, which is then closed: the lock ends with it, as soon as the server
+    /// notices.
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// None: a cancelled holder must still let go.
+    pub fn release(self) -> Result<ReleaseResult> {
+        if self.hold.is_foreign() {
+            return Err(LockError::invalid(
+                "this lock was taken before a fork: it belongs to the parent, which must let it go",
+            ));
+        }
+        self.crew.tick(&self.hold);
+        if !self.hold.release() {
+            return Ok(ReleaseResult::NotHeld);
+        }
+        self.crew.dismiss(&self.hold);
+        self.let_go(self.release_limit)
+    }
+
+    /// Lets an ended lock go on this thread.
+    fn let_go(&self, limit: Duration) -> Result<ReleaseResult> {
+        let start = Instant::now();
+        match self.hold.take(limit) {
+            Taken::Connection(connection) => {
+                let rest = limit.saturating_sub(start.elapsed());
+                let_go(&self.crew, &self.hold, connection, rest)
+            }
+            Taken::Gone => Ok(ReleaseResult::NotHeld),
+            Taken::Late => Err(LockError::new(ErrorCode::NetworkTimeout).with_message(
+                "the session lock's connection is busy with a server that does not answer; it is let go in the background",
+            )),
+        }
+    }
+
+    fn dispose(&self) {
+        if self.hold.is_foreign() {
+            // The parent's socket: neither used nor closed here.
+            if self.hold.release()
+                && let Taken::Connection(connection) = self.hold.take(Duration::ZERO)
+            {
+                connection.abandon();
+            }
+            return;
+        }
+        if !self.hold.release() {
+            return;
+        }
+        self.crew.dismiss(&self.hold);
+        if tokio::runtime::Handle::try_current().is_ok() || std::thread::panicking() {
+            self.crew.submit(&self.hold);
+        } else if let Err(error) = self.let_go(self.drop_limit) {
+            log::warn!("the session lock {} ends with its connection: {}", self.hold.key, error.chain());
+        }
+    }
+}
+
+impl Drop for AdvisoryGuard {
+    fn drop(&mut self) {
+        if let Err(payload) = catch_unwind(AssertUnwindSafe(|| self.dispose())) {
+            // A payload's own Drop may panic as well.
+            std::mem::forget(payload);
+        }
+    }
+}
+
+impl fmt::Debug for AdvisoryGuard {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("AdvisoryGuard")
+            .field("key", &self.hold.key)
+            .field("pid", &self.hold.pid)
+            .field("held", &self.hold.is_held())
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,183 @@
+//! Session locks: PostgreSQL's advisory locks that live as long as a connection.
+//!
+//! No table, no ttl, no fence, no lock id: a separate kind of lock, outside the backend port. The
+//! lock is gone when its session is, and only then, or when it is let go.
+//!
+//! | file | what it holds |
+//! | --- | --- |
+//! | `key`, `options` | what a lock is on; what a caller may choose |
+//! | `sql` | the statements |
+//! | `probe` | the self-test at a client's first lock |
+//! | `acquire`, `queue` | one try, the loop that waits, this process's turns |
+//! | `hold` | one held lock: who has its connection, how it ends |
+//! | `crew` | what the two threads that look after all of them share with the guards |
+//! | `monitor`, `session` | the two threads |
+//! | `guard` | what the holder has |
+//! | `observe` | holders, waiters, ending a session |
+//!
+//! # Invariants
+//!
+//! *One connection, one lock.*
+//!
+//! 1. A guard owns its connection from the grant to its end. A session's re-entrancy, by which the
+//!    same session may take a lock twice, can therefore not let two holders of this process in.
+//! 2. A connection goes back to its pool only after an unlock that answered `true`, in the server
+//!    process that granted the lock, with the session's timer set back; or after a try that answered
+//!    `false`; or, after a try that failed, when `pg_locks` shows that this session did not get the
+//!    lock after all. In any other case it is closed, and the server ends the lock with the session.
+//! 3. No transaction is open between two messages, and no statement waits for a lock in the server.
+//!
+//! *One end.*
+//!
+//! 4. A hold ends exactly once: released, or lost for one reason. Whoever changes its state first
+//!    (holder, monitor, session thread, close) does what follows; the others do nothing.
+//! 5. The connection has one place: with the hold, lent to the session thread, or gone. Whoever ends
+//!    the lock takes it; if it is lent, they wait for it within their own time, and who gives up
+//!    waiting leaves it to the session thread.
+//! 6. No mutex is held while the server is asked, a connection is closed or a token fired.
+//!
+//! *The deadline, on both sides.*
+//!
+//! 7. The local deadline is counted from before the request that took the lock, on the clock that
+//!    runs on through a suspend. `is_held` compares the clock itself; nothing can delay it.
+//! 8. The statement that takes the lock also sets the session's `idle_session_timeout` to what is
+//!    left and one second. The session is idle from then on, so the server counts the same time.
+//! 9. A message on an idle session starts its timer anew. So the message that asks a holder's session
+//!    whether it is there *sets the timer to what is left by then*: asking never prolongs anything. A
+//!    live holder keeps its lock until its deadline however often it is asked, because the timer never
+//!    ends before that; a stopped process asks nothing and loses the lock a second after the deadline,
+//!    whenever it was stopped. When it wakes, its clock says that it holds nothing (7).
+//! 10. By 7 and 8 the holder stops to trust the lock before the server can give it to somebody else.
+//! 11. A lock that is kept past its deadline has no timer at all (`0`): who prefers exclusion wants
+//!     it of a stopped process above all, which may wake and go on. The connection's end alone ends it.
+//! 12. Before version 14 there is no such timer. There 7 holds, and 8 to 10 do not: a stopped process
+//!     keeps its lock, although it will not trust it when it wakes. (`idle_in_transaction_session_timeout`
+//!     would need an open transaction, which holds back vacuum in the whole database.)
+//!
+//! *Loss is noticed.*
+//!
+//! 13. Every half second the session thread reads what each connection's socket has to say, without
+//!     sending anything: a terminated backend, a restart, a reset connection are noticed within a second.
+//! 14. A session whose last answer is three seconds old is asked; no answer within five is a loss. A
+//!     session that has been silent for ten counts as lost whatever the session thread is doing
+//!     (longer only if a whole round of questions takes more than three seconds, so that a slow line
+//!     with many locks is not mistaken for a dead one). Silence counts only while this process listens:
+//!     after it was stopped, or the host suspended, it starts anew, so that a holder that slept for ten
+//!     seconds does not take itself for one whose server is gone.
+//! 15. The monitor thread keeps the time and does no I/O, so that a network that hangs cannot keep it
+//!     from firing a token. That is why there are two threads; they start with the first guard and
+//!     end a second after the last, or with the client.
+//! 16. A lost session is closed and never replaced: another session would have another lock.
+//! 17. The answer's server process must be the one that granted the lock: behind a pooler that was
+//!     not there at the self-test, the lock counts as lost.
+
+mod acquire;
+mod crew;
+mod guard;
+mod hold;
+mod key;
+mod monitor;
+mod observe;
+mod options;
+mod probe;
+mod queue;
+mod session;
+mod sql;
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
+use crate::cancel::CancelToken;
+use crate::error::Result;
+use crate::postgres::PostgresBackend;
+
+pub use guard::AdvisoryGuard;
+pub use key::AdvisoryKey;
+pub use observe::AdvisorySession;
+pub use options::{AdvisoryOptions, DEFAULT_MAX_HOLD};
+
+use crew::Crew;
+
+/// Why a session lock is lost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum AdvisoryLost {
+    /// Its `max_hold` is over.
+    Deadline,
+    /// Its session has ended, or the server does not answer.
+    Connection,
+    /// The client was closed.
+    Closed,
+}
+
+impl fmt::Display for AdvisoryLost {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Deadline => "its max_hold is over",
+            Self::Connection => "its session has ended or the server does not answer",
+            Self::Closed => "the client was closed",
+        })
+    }
+}
+
+/// The session locks of one client.
+#[derive(Clone)]
+pub(crate) struct SessionLocks(Arc<Inner>);
+
+struct Inner {
+    postgres: Arc<PostgresBackend>,
+    crew: Arc<Crew>,
+    /// Whether the self-test has passed.
+    proven: AtomicBool,
+    dispose_timeout: Duration,
+}
+
+impl SessionLocks {
+    pub(crate) fn new(
+        postgres: Arc<PostgresBackend>,
+        operation_timeout: Duration,
+        dispose_timeout: Duration,
+    ) -> Self {
+        let crew = Crew::new(operation_timeout);
+        Self(Arc::new(Inner { postgres, crew, proven: AtomicBool::new(false), dispose_timeout }))
+    }
+
+    pub(crate) fn try_lock(
+        &self,
+        key: AdvisoryKey,
+        options: &AdvisoryOptions,
+        cancel: &CancelToken,
+    ) -> Result<Option<AdvisoryGuard>> {
+        acquire::try_lock(&self.0, key, options.terms()?, cancel)
+    }
+
+    pub(crate) fn lock(
+        &self,
+        key: AdvisoryKey,
+        options: &AdvisoryOptions,
+        cancel: &CancelToken,
+    ) -> Result<AdvisoryGuard> {
+        acquire::lock(&self.0, key, options.terms()?, cancel)
+    }
+
+    pub(crate) fn sessions(&self, granted: bool, cancel: &CancelToken) -> Result<Vec<AdvisorySession>> {
+        observe::sessions(&self.0.postgres, granted, cancel)
+    }
+
+    pub(crate) fn terminate(&self, pid: i32, cancel: &CancelToken) -> Result<bool> {
+        observe::terminate(&self.0.postgres, pid, cancel)
+    }
+
+    /// Ends every session lock of this client. Whether nothing of them was left in time.
+    pub(crate) fn close(&self, limit: Duration) -> bool {
+        self.0.crew.close(limit)
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.crew.leave();
+    }
+}

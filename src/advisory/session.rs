@@ -1,0 +1,207 @@
+//! The session thread: all of the I/O that no caller does.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::advisory::crew::{Crew, Held, LINGER, Stage, contained};
+use crate::advisory::hold::{After, Taken};
+use crate::advisory::{AdvisoryLost, sql};
+use crate::backend::ReleaseResult;
+use crate::cancel::CancelToken;
+use crate::error::Result;
+use crate::model::time::Moment;
+use crate::postgres::{Connection, Session};
+
+/// How often each connection is looked at, without asking the server anything.
+const LOOK_EVERY: Duration = Duration::from_millis(500);
+
+/// How long after its last answer a session is asked for another.
+const PING_EVERY: Duration = Duration::from_secs(3);
+
+/// How long it may take to answer.
+const PING_LIMIT: Duration = Duration::from_secs(5);
+
+/// Lets a lock go: the connection goes back only after an unlock that answered "true" on the very
+/// session that holds it; otherwise it is closed, which ends the lock as well.
+pub(super) fn let_go(
+    crew: &Crew,
+    hold: &Held,
+    connection: Connection,
+    limit: Duration,
+) -> Result<ReleaseResult> {
+    let never = CancelToken::never();
+    let now = Instant::now();
+    let end = now.checked_add(limit).unwrap_or(now + Duration::from_secs(3600));
+    let mut session = Session::new(connection, end, &never);
+    let answer = sql::unlock(&mut session, &hold.key, hold.shared, hold.before.as_deref());
+    let result = match answer {
+        Ok((pid, true)) if pid == hold.pid => {
+            session.finish();
+            Ok(ReleaseResult::Released)
+        }
+        Ok(_) => {
+            log::warn!(
+                "the session lock {} was not held any more when it was let go; its connection is closed",
+                hold.key
+            );
+            drop(session);
+            Ok(ReleaseResult::NotHeld)
+        }
+        Err(trouble) => {
+            drop(session);
+            Err(trouble.into_error())
+        }
+    };
+    crew.queue.freed(hold.key);
+    result
+}
+
+/// The session thread: all I/O that no caller does.
+pub(super) fn run(crew: &Arc<Crew>) {
+    let mut idle_since = None;
+    let mut next_look = crew.clock.now().after(LOOK_EVERY);
+    loop {
+        run_jobs(crew);
+        let mut board = crew.board();
+        if !board.jobs.is_empty() {
+            continue;
+        }
+        if board.holds.is_empty() {
+            let since = *idle_since.get_or_insert_with(Instant::now);
+            let rest = LINGER.saturating_sub(since.elapsed());
+            if board.stage != Stage::Open || rest.is_zero() {
+                board.session_runs = false;
+                crew.progress.notify_all();
+                return;
+            }
+            drop(crew.session_bell.wait_timeout(board, rest));
+            continue;
+        }
+        idle_since = None;
+        let rest = next_look.since(crew.clock.now());
+        if !rest.is_zero() {
+            drop(crew.session_bell.wait_timeout(board, rest));
+            continue;
+        }
+        let holds: Vec<_> = board.holds.values().cloned().collect();
+        drop(board);
+        look_at_all(crew, &holds);
+        next_look = crew.clock.now().after(LOOK_EVERY);
+    }
+}
+
+fn look_at_all(crew: &Arc<Crew>, holds: &[Arc<Held>]) {
+    let start = Instant::now();
+    let mut asked = false;
+    for hold in holds {
+        asked |= contained(|| look(crew, hold)).unwrap_or(true);
+        // Somebody's lock is to be let go: that does not wait for the round.
+        run_jobs(crew);
+    }
+    if asked {
+        crew.board().round = start.elapsed();
+    }
+}
+
+fn run_jobs(crew: &Arc<Crew>) {
+    loop {
+        let hold = {
+            let mut board = crew.board();
+            let Some(hold) = board.jobs.pop_front() else { return };
+            hold
+        };
+        let _ = contained(|| {
+            if let Taken::Connection(connection) = hold.take(Duration::ZERO) {
+                let_go_quietly(crew, &hold, connection);
+            }
+        });
+    }
+}
+
+fn let_go_quietly(crew: &Crew, hold: &Held, mut connection: Connection) {
+    let guarded = connection.is_guarded();
+    // This thread serves all locks of the client: it does not wait without a limit for one of them.
+    if hold.lost_reason() == Some(AdvisoryLost::Connection)
+        || !(guarded || connection.answers_within(crew.limit))
+    {
+        if guarded {
+            connection.discard();
+        } else {
+            discard_elsewhere(connection);
+        }
+        crew.queue.freed(hold.key);
+    } else if let Err(error) = let_go(crew, hold, connection, crew.limit) {
+        log::warn!("the session lock {} ends with its connection: {}", hold.key, error.chain());
+    }
+}
+
+/// Closing a connection whose server is silent may take for ever where no deadline of ours guards it.
+fn discard_elsewhere(connection: Connection) {
+    let slot = Arc::new(Mutex::new(Some(connection)));
+    let there = Arc::clone(&slot);
+    let closing = thread::Builder::new().name("syncguard-close".to_owned());
+    let spawned = closing.spawn(move || drop(there.lock().unwrap_or_else(PoisonError::into_inner).take()));
+    if spawned.is_err()
+        && let Some(connection) = slot.lock().unwrap_or_else(PoisonError::into_inner).take()
+    {
+        connection.abandon();
+    }
+}
+
+/// Looks at one lock's connection. Whether the server was asked.
+fn look(crew: &Arc<Crew>, hold: &Arc<Held>) -> bool {
+    let Some(connection) = hold.lend() else { return false };
+    let mut loan = Loan { crew, hold, connection: None, confirmed: None };
+    let due = crew.clock.now().since(hold.confirmed()) >= PING_EVERY;
+    (loan.connection, loan.confirmed) = inspect(crew, hold, connection, due);
+    due
+}
+
+/// The connection, unless it is broken, and when it answered.
+fn inspect(
+    crew: &Crew,
+    hold: &Held,
+    mut connection: Connection,
+    due: bool,
+) -> (Option<Connection>, Option<Moment>) {
+    if !connection.is_open() {
+        return (None, None);
+    }
+    if !due {
+        return (Some(connection), None);
+    }
+    if !connection.is_guarded() && !connection.answers_within(PING_LIMIT) {
+        discard_elsewhere(connection);
+        return (None, None);
+    }
+    let never = CancelToken::never();
+    let mut session = Session::new(connection, Instant::now() + PING_LIMIT, &never);
+    match sql::ping(&mut session, crew.timer(hold)) {
+        Ok(pid) if pid == hold.pid => (session.into_connection(), Some(crew.clock.now())),
+        // Another server process answers: a pooler has come between, and the lock is elsewhere.
+        Ok(_) => (None, None),
+        Err(trouble) => {
+            log::debug!("the session of lock {} broke: {}", hold.key, trouble.into_error().chain());
+            (None, None)
+        }
+    }
+}
+
+/// A lent connection, settled also when the check panics.
+struct Loan<'a> {
+    crew: &'a Arc<Crew>,
+    hold: &'a Arc<Held>,
+    connection: Option<Connection>,
+    confirmed: Option<Moment>,
+}
+
+impl Drop for Loan<'_> {
+    fn drop(&mut self) {
+        match self.hold.settle(self.connection.take(), self.confirmed) {
+            After::Nothing => {}
+            After::Lost => self.crew.tell_lost(self.hold),
+            After::LetGo(connection) => let_go_quietly(self.crew, self.hold, connection),
+        }
+    }
+}

@@ -1,0 +1,78 @@
+//! References and smart pointers to a backend are backends.
+
+use std::time::Duration;
+
+use crate::backend::{
+    AcquireResult, Attempt, Capabilities, ExtendOutcome, LockBackend, LockInfo, LockInfoDebug, Lookup,
+    ReleaseOutcome, RenewOutcome, Renewal,
+};
+use crate::cancel::CancelToken;
+use crate::error::Result;
+use crate::model::fence::Fence;
+use crate::model::time::{Clock, Moment};
+
+macro_rules! forward {
+    ($($ty:ty),*) => {$(
+        impl<B: LockBackend + ?Sized> LockBackend for $ty {
+            fn acquire(&self, key: &str, ttl: Duration, cancel: &CancelToken) -> Result<AcquireResult> {
+                (**self).acquire(key, ttl, cancel)
+            }
+            fn release(&self, lock_id: &str, cancel: &CancelToken) -> Result<ReleaseOutcome> {
+                (**self).release(lock_id, cancel)
+            }
+            fn extend(&self, lock_id: &str, ttl: Duration, cancel: &CancelToken) -> Result<ExtendOutcome> {
+                (**self).extend(lock_id, ttl, cancel)
+            }
+            fn is_locked(&self, key: &str, cancel: &CancelToken) -> Result<bool> {
+                (**self).is_locked(key, cancel)
+            }
+            fn lookup(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfo>> {
+                (**self).lookup(what, cancel)
+            }
+            fn capabilities(&self) -> Capabilities {
+                (**self).capabilities()
+            }
+            fn attempt(&self, attempt: &Attempt<'_>, cancel: &CancelToken) -> Result<AcquireResult> {
+                (**self).attempt(attempt, cancel)
+            }
+            fn peek(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<bool> {
+                (**self).peek(key, deadline, cancel)
+            }
+            fn extend_by(
+                &self,
+                lock_id: &str,
+                ttl: Duration,
+                deadline: Moment,
+                cancel: &CancelToken,
+            ) -> Result<ExtendOutcome> {
+                (**self).extend_by(lock_id, ttl, deadline, cancel)
+            }
+            fn release_by(&self, lock_id: &str, deadline: Moment) -> Result<ReleaseOutcome> {
+                (**self).release_by(lock_id, deadline)
+            }
+            fn renew(&self, leases: &[Renewal<'_>], deadline: Moment) -> Vec<Result<RenewOutcome>> {
+                (**self).renew(leases, deadline)
+            }
+            fn reserve_renewals(&self) -> Result<()> {
+                (**self).reserve_renewals()
+            }
+            fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoDebug>> {
+                (**self).lookup_raw(what, cancel)
+            }
+            fn fence_statement(&self, key: &str, fence: Fence) -> Result<String> {
+                (**self).fence_statement(key, fence)
+            }
+            fn clock(&self) -> Clock {
+                (**self).clock()
+            }
+            fn operation_timeout(&self) -> Duration {
+                (**self).operation_timeout()
+            }
+            fn close(&self) {
+                (**self).close();
+            }
+        }
+    )*};
+}
+
+forward!(&B, std::sync::Arc<B>, Box<B>);

@@ -1,0 +1,122 @@
+//! What is known of a lease, and of a backend.
+
+use std::fmt;
+
+use crate::model::fence::Fence;
+use crate::model::hash::hash_key;
+
+/// Which lease to look up.
+#[derive(Clone, Copy)]
+pub enum Lookup<'a> {
+    /// The one that holds this key.
+    Key(&'a str),
+    /// The one with this id.
+    LockId(&'a str),
+}
+
+impl fmt::Debug for Lookup<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Key(key) => write!(f, "Key(#{})", hash_key(key)),
+            Self::LockId(id) => write!(f, "LockId(#{})", hash_key(id)),
+        }
+    }
+}
+
+/// A live lease, without the raw key and id: safe to print and to log.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct LockInfo {
+    /// [`hash_key`](crate::hash_key) of the key.
+    pub key_hash: String,
+    /// [`hash_key`](crate::hash_key) of the lock id.
+    pub lock_id_hash: String,
+    /// When the lease ends, in Unix milliseconds of the server's clock.
+    pub expires_at_ms: i64,
+    /// When it was granted, in Unix milliseconds of the server's clock.
+    pub acquired_at_ms: i64,
+    /// Its fencing token.
+    pub fence: Fence,
+}
+
+/// A live lease with its raw key and id. **Sensitive**: for debugging only. `Debug` hides both.
+#[derive(Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct LockInfoDebug {
+    /// The caller's key, in NFC.
+    pub key: String,
+    /// The lock id. Whoever knows it can let go of the lock.
+    pub lock_id: String,
+    /// When the lease ends, in Unix milliseconds of the server's clock.
+    pub expires_at_ms: i64,
+    /// When it was granted, in Unix milliseconds of the server's clock.
+    pub acquired_at_ms: i64,
+    /// Its fencing token.
+    pub fence: Fence,
+}
+
+impl LockInfoDebug {
+    /// A live lease as a backend found it.
+    #[must_use]
+    pub fn new(key: String, lock_id: String, expires_at_ms: i64, acquired_at_ms: i64, fence: Fence) -> Self {
+        Self { key, lock_id, expires_at_ms, acquired_at_ms, fence }
+    }
+
+    /// The same lease without what must not be printed.
+    #[must_use]
+    pub fn sanitized(&self) -> LockInfo {
+        LockInfo {
+            key_hash: hash_key(&self.key),
+            lock_id_hash: hash_key(&self.lock_id),
+            expires_at_ms: self.expires_at_ms,
+            acquired_at_ms: self.acquired_at_ms,
+            fence: self.fence,
+        }
+    }
+}
+
+impl fmt::Debug for LockInfoDebug {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.sanitized().fmt(f)
+    }
+}
+
+/// What a backend is and can do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Capabilities {
+    /// Its name, for example `postgres`.
+    pub backend: &'static str,
+    /// Whether every grant carries a fence.
+    pub supports_fencing: bool,
+    /// Whose clock decides liveness.
+    pub time_authority: TimeAuthority,
+}
+
+impl Capabilities {
+    /// The capabilities of a backend that fences.
+    #[must_use]
+    pub const fn fencing(backend: &'static str, time_authority: TimeAuthority) -> Self {
+        Self { backend, supports_fencing: true, time_authority }
+    }
+}
+
+/// Whose clock decides liveness.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum TimeAuthority {
+    /// The server's: the clocks of clients do not matter.
+    Server,
+    /// The client's own.
+    Client,
+}
+
+impl TimeAuthority {
+    /// `server` or `client`.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Server => "server",
+            Self::Client => "client",
+        }
+    }
+}

@@ -1,0 +1,233 @@
+//! What is asked of a backend, and what it answers.
+
+use std::fmt;
+use std::time::Duration;
+
+use crate::model::fence::Fence;
+use crate::model::hash::hash_key;
+use crate::model::time::Moment;
+
+/// One attempt to take a key, with everything chosen before the first byte is sent.
+#[derive(Clone, Copy)]
+pub struct Attempt<'a> {
+    /// The key.
+    pub key: &'a str,
+    /// The id that the lease will have.
+    pub lock_id: &'a str,
+    /// How long the lease lasts from the grant.
+    pub ttl: Duration,
+    /// When the attempt must have returned.
+    pub deadline: Moment,
+}
+
+impl fmt::Debug for Attempt<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Attempt")
+            .field("key_hash", &hash_key(self.key))
+            .field("ttl", &self.ttl)
+            .finish_non_exhaustive()
+    }
+}
+
+/// One lease to renew.
+#[derive(Clone, Copy)]
+pub struct Renewal<'a> {
+    /// The key, to tell who has taken a lost lease over.
+    pub key: &'a str,
+    /// The lease.
+    pub lock_id: &'a str,
+    /// Its new time to live.
+    pub ttl: Duration,
+}
+
+impl fmt::Debug for Renewal<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Renewal")
+            .field("key_hash", &hash_key(self.key))
+            .field("ttl", &self.ttl)
+            .finish_non_exhaustive()
+    }
+}
+
+/// What an acquire answers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[must_use = "a granted lease stays held until it is released or its ttl is over"]
+pub enum AcquireResult {
+    /// The lease is ours.
+    Acquired(Acquired),
+    /// Somebody else holds the key.
+    Locked,
+}
+
+impl AcquireResult {
+    /// The grant, if there was one.
+    #[must_use]
+    pub fn acquired(self) -> Option<Acquired> {
+        match self {
+            Self::Acquired(grant) => Some(grant),
+            Self::Locked => None,
+        }
+    }
+
+    /// The fence of the grant, if there was one.
+    #[must_use]
+    pub fn fence(&self) -> Option<Fence> {
+        match self {
+            Self::Acquired(grant) => Some(grant.fence),
+            Self::Locked => None,
+        }
+    }
+}
+
+/// A granted lease.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Acquired {
+    /// What extends and releases the lease: 22 characters. Whoever knows it can let go of the lock.
+    pub lock_id: String,
+    /// The grant's fencing token.
+    pub fence: Fence,
+    /// When the lease ends, in Unix milliseconds of the server's clock.
+    pub expires_at_ms: i64,
+}
+
+impl fmt::Debug for Acquired {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Acquired")
+            .field("lock_id_hash", &hash_key(&self.lock_id))
+            .field("fence", &self.fence)
+            .field("expires_at_ms", &self.expires_at_ms)
+            .finish()
+    }
+}
+
+/// Why an operation was refused, as far as the backend knows without asking again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Reason {
+    /// Somebody else holds the key.
+    Locked,
+    /// The lease is there, and over.
+    Expired,
+    /// There is no such lease.
+    NotFound,
+}
+
+impl Reason {
+    /// The name used in telemetry events: `locked`, `expired` or `not-found`.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Locked => "locked",
+            Self::Expired => "expired",
+            Self::NotFound => "not-found",
+        }
+    }
+}
+
+/// What a backend answers to a release.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ReleaseOutcome {
+    /// The lease was held and is gone.
+    Released,
+    /// No live lease has this id; the reason is for telemetry.
+    NotHeld(Option<Reason>),
+}
+
+/// What a backend answers to an extend.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExtendOutcome {
+    /// The lease now ends then (Unix milliseconds of the server's clock).
+    Extended {
+        /// The new expiry.
+        expires_at_ms: i64,
+    },
+    /// No live lease has this id; the reason is for telemetry.
+    NotHeld(Option<Reason>),
+}
+
+/// What the client answers to a release.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ReleaseResult {
+    /// The lease was held and is gone.
+    Released,
+    /// No live lease has this id: it was released, has expired, or never existed.
+    NotHeld,
+}
+
+/// What the client answers to an extend.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use = "NotHeld means that the lock is lost"]
+pub enum ExtendResult {
+    /// The lease now ends then (Unix milliseconds of the server's clock).
+    Extended {
+        /// The new expiry.
+        expires_at_ms: i64,
+    },
+    /// No live lease has this id: it was released, has expired, or never existed.
+    NotHeld,
+}
+
+impl From<ReleaseOutcome> for ReleaseResult {
+    fn from(outcome: ReleaseOutcome) -> Self {
+        match outcome {
+            ReleaseOutcome::Released => Self::Released,
+            ReleaseOutcome::NotHeld(_) => Self::NotHeld,
+        }
+    }
+}
+
+impl From<ExtendOutcome> for ExtendResult {
+    fn from(outcome: ExtendOutcome) -> Self {
+        match outcome {
+            ExtendOutcome::Extended { expires_at_ms } => Self::Extended { expires_at_ms },
+            ExtendOutcome::NotHeld(_) => Self::NotHeld,
+        }
+    }
+}
+
+/// What became of a lease that was to be renewed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RenewOutcome {
+    /// It now ends then (Unix milliseconds of the server's clock).
+    Renewed {
+        /// The new expiry.
+        expires_at_ms: i64,
+    },
+    /// It is gone.
+    Lost(LostReason),
+    /// Its row was busy and is still there: nothing is known, ask again soon and alone.
+    Busy,
+}
+
+/// Why a holder can no longer trust its lease.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum LostReason {
+    /// It ran out before it was renewed.
+    Expired,
+    /// Somebody else holds the key now.
+    TakenOver {
+        /// The newer holder's fence.
+        fence: Fence,
+    },
+    /// Its row is gone: released by somebody who knew the id, broken by an operator, or cleaned up.
+    RowMissing,
+    /// No answer came from the server before the local deadline.
+    Unreachable,
+    /// The guard's own `max_hold` was reached.
+    MaxHold,
+    /// The client was closed.
+    Closed,
+}
+
+impl fmt::Display for LostReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Expired => f.write_str("the lease expired before it was renewed"),
+            Self::TakenOver { fence } => write!(f, "a newer holder has fence {fence}"),
+            Self::RowMissing => f.write_str("the lease's row is gone"),
+            Self::Unreachable => f.write_str("the server did not answer before the lease was over"),
+            Self::MaxHold => f.write_str("the guard's max_hold was reached"),
+            Self::Closed => f.write_str("the client was closed"),
+        }
+    }
+}

@@ -1,0 +1,269 @@
+//! How a client is built: everything that can be chosen, and checked before anything is sent.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use postgres::config::Config;
+use postgres::{Client, NoTls};
+use r2d2::ManageConnection;
+use tokio_postgres::Socket;
+use tokio_postgres::tls::{MakeTlsConnect, TlsConnect};
+
+use crate::advisory::SessionLocks;
+use crate::backend::LockBackend;
+use crate::client::PgLockClient;
+use crate::error::{LockError, Result};
+use crate::lock::{ClientSettings, LockClient, OnReleaseError, ReleaseErrorContext};
+use crate::postgres::{Connector, Names, PostgresBackend, Settings, Source, parse_url};
+use crate::telemetry::{TelemetryOptions, with_telemetry};
+
+/// What a [`PgLockClient`] is built with. Setters never fail: what is wrong is said by
+/// [`connect`](Self::connect) and its kin, before anything is sent.
+#[derive(Clone)]
+#[must_use = "a builder does nothing until connect, connect_with or build is called"]
+pub struct PgLockClientBuilder {
+    schema: Option<String>,
+    table_name: Option<String>,
+    fence_table_name: Option<String>,
+    auto_create_tables: bool,
+    store_key_debug: bool,
+    cleanup_in_is_locked: bool,
+    max_connections: u32,
+    connection_timeout: Duration,
+    operation_timeout: Duration,
+    dispose_timeout: Duration,
+    on_release_error: Option<OnReleaseError>,
+    telemetry: Option<TelemetryOptions>,
+    maintenance: Option<Arc<dyn Fn(Duration) -> Result<Connector> + Send + Sync>>,
+}
+
+impl Default for PgLockClientBuilder {
+    fn default() -> Self {
+        Self {
+            schema: None,
+            table_name: None,
+            fence_table_name: None,
+            auto_create_tables: true,
+            store_key_debug: true,
+            cleanup_in_is_locked: false,
+            max_connections: 10,
+            connection_timeout: Duration::from_secs(5),
+            operation_timeout: Duration::from_secs(5),
+            dispose_timeout: Duration::from_secs(5),
+            on_release_error: None,
+            telemetry: None,
+            maintenance: None,
+        }
+    }
+}
+
+impl PgLockClientBuilder {
+    /// The table of the leases. Letters, digits and underscores, at most 63, taken as given (mixed
+    /// case stays). Default `syncguard_locks`.
+    pub fn table_name(mut self, name: impl Into<String>) -> Self {
+        self.table_name = Some(name.into());
+        self
+    }
+
+    /// The table of the fence counters; another than the leases'. Default `syncguard_fence_counters`.
+    pub fn fence_table_name(mut self, name: impl Into<String>) -> Self {
+        self.fence_table_name = Some(name.into());
+        self
+    }
+
+    /// The schema of both tables. Default: where the `search_path` finds them, or its first schema
+    /// if it does not; resolved once.
+    pub fn schema(mut self, name: impl Into<String>) -> Self {
+        self.schema = Some(name.into());
+        self
+    }
+
+    /// Whether building the client creates missing tables. Default true. With `false` building does
+    /// no I/O at all, and the tables come from a migration (`schema.sql`): the usual choice in production.
+    pub fn auto_create_tables(mut self, create: bool) -> Self {
+        self.auto_create_tables = create;
+        self
+    }
+
+    /// Whether a new fence counter notes the caller's key in `key_debug`. Default true, as other
+    /// SyncGuard clients do. Counters are kept for ever, so `false` where keys are personal data.
+    pub fn store_key_debug(mut self, store: bool) -> Self {
+        self.store_key_debug = store;
+        self
+    }
+
+    /// Whether [`is_locked`](PgLockClient::is_locked), when it meets a row that has been over for
+    /// more than 2 s, has such rows deleted: afterwards, on another thread, at most 100 rows and at
+    /// most once a second. Default false.
+    ///
+    /// The price: `is_locked` is no longer a pure read (it needs `DELETE`, and causes writes), and a
+    /// late release or extend finds nothing rather than an expired row, which telemetry reports as
+    /// `not-found` instead of `expired`. Tests must not rely on expired rows staying. A cron job
+    /// with [`Operator::cleanup_expired`](crate::Operator::cleanup_expired) does the same without these.
+    pub fn cleanup_in_is_locked(mut self, cleanup: bool) -> Self {
+        self.cleanup_in_is_locked = cleanup;
+        self
+    }
+
+    /// The most connections of the client's own pool, without the one kept for renewals. Default 10,
+    /// at least 1. Waiting for a lock occupies no connection.
+    pub fn max_connections(mut self, max: u32) -> Self {
+        self.max_connections = max;
+        self
+    }
+
+    /// How long one call waits for a free connection, or for a new one, at most. Default 5 s. It is
+    /// part of the call's own time, not added to it.
+    pub fn connection_timeout(mut self, timeout: Duration) -> Self {
+        self.connection_timeout = timeout;
+        self
+    }
+
+    /// How long a single operation may take in all. Default 5 s, at least 1 ms.
+    pub fn operation_timeout(mut self, timeout: Duration) -> Self {
+        self.operation_timeout = timeout;
+        self
+    }
+
+    /// How long dropping a guard may take. Default 5 s. What is not released by then is released by
+    /// the worker, or ends with its ttl.
+    pub fn dispose_timeout(mut self, timeout: Duration) -> Self {
+        self.dispose_timeout = timeout;
+        self
+    }
+
+    /// Called when an automatic release failed. Without it such failures are logged as warnings, in
+    /// debug builds and with `SYNCGUARD_DEBUG=true`, without key and lock id. Set it in production.
+    pub fn on_release_error(
+        mut self,
+        callback: impl Fn(&LockError, &ReleaseErrorContext) + Send + Sync + 'static,
+    ) -> Self {
+        self.on_release_error = Some(Arc::new(callback));
+        self
+    }
+
+    /// Has every operation reported as an event. Without it nothing is computed and no thread runs.
+    pub fn telemetry(mut self, options: TelemetryOptions) -> Self {
+        self.telemetry = Some(options);
+        self
+    }
+
+    /// For [`build`](Self::build): how to open a connection of the client's own for renewals, so
+    /// that the caller's pool keeps all of its own.
+    pub fn maintenance<T>(mut self, config: Config, tls: T) -> Self
+    where
+        T: MakeTlsConnect<Socket> + Clone + Send + Sync + 'static,
+        T::TlsConnect: Send + 'static,
+        T::Stream: Send + 'static,
+        <T::TlsConnect as TlsConnect<Socket>>::Future: Send,
+    {
+        // Opened with the operation timeout that the builder ends up with.
+        let connector = move |timeout| Connector::new(config.clone(), tls.clone(), timeout);
+        self.maintenance = Some(Arc::new(connector));
+        self
+    }
+
+    /// Builds a client with a pool of its own, without TLS. See [`PgLockClient::connect`].
+    pub fn connect(self, url: &str) -> Result<PgLockClient> {
+        let names = self.check()?;
+        let connector = Connector::new(parse_url(url)?, NoTls, self.operation_timeout)?;
+        self.finish(names, |builder| {
+            Source::own(connector, builder.max_connections, builder.connection_timeout)
+        })
+    }
+
+    /// Builds a client with a pool of its own from the driver's configuration and a TLS connector,
+    /// such as those of `postgres-native-tls` and `postgres-openssl`, or [`NoTls`]. The
+    /// configuration's notice callback is replaced.
+    ///
+    /// Errors, blocking and cancellation as [`PgLockClient::connect`].
+    pub fn connect_with<T>(self, config: Config, tls: T) -> Result<PgLockClient>
+    where
+        T: MakeTlsConnect<Socket> + Clone + Send + Sync + 'static,
+        T::TlsConnect: Send + 'static,
+        T::Stream: Send + 'static,
+        <T::TlsConnect as TlsConnect<Socket>>::Future: Send,
+    {
+        let names = self.check()?;
+        let connector = Connector::new(config, tls, self.operation_timeout)?;
+        self.finish(names, |builder| {
+            Source::own(connector, builder.max_connections, builder.connection_timeout)
+        })
+    }
+
+    /// Builds a client on a caller's pool, for programs that already have one.
+    ///
+    /// One of the pool's connections is kept for renewals from the first renewed guard on, unless
+    /// [`maintenance`](Self::maintenance) says how to open one: a pool of one connection is then
+    /// `InvalidArgument`. The client cannot time out a driver's call on a connection that is not its
+    /// own: the server's limits hold, and the pool's `connection_timeout`.
+    ///
+    /// Set the pool's `test_on_check_out(false)`: the test costs a round trip each time, and stale
+    /// connections are replaced anyway.
+    pub fn build<M>(self, pool: r2d2::Pool<M>) -> Result<PgLockClient>
+    where
+        M: ManageConnection<Connection = Client>,
+    {
+        let names = self.check()?;
+        let maintenance = match &self.maintenance {
+            None => None,
+            Some(connector) => Some(connector(self.operation_timeout)?),
+        };
+        self.finish(names, |builder| Source::foreign(pool, maintenance, builder.connection_timeout))
+    }
+
+    /// Everything that can be wrong without a server.
+    fn check(&self) -> Result<Names> {
+        let least = Duration::from_millis(1);
+        for (option, value) in [
+            ("connection_timeout", self.connection_timeout),
+            ("operation_timeout", self.operation_timeout),
+            ("dispose_timeout", self.dispose_timeout),
+        ] {
+            if value < least {
+                return Err(LockError::invalid(format!("{option} is below 1 ms: 5 s is usual")));
+            }
+        }
+        if self.max_connections == 0 {
+            return Err(LockError::invalid("max_connections is 0: a client needs at least one"));
+        }
+        Names::new(self.schema.as_deref(), self.table_name.as_deref(), self.fence_table_name.as_deref())
+    }
+
+    fn finish(self, names: Names, source: impl FnOnce(&Self) -> Source) -> Result<PgLockClient> {
+        let settings = Settings {
+            store_key_debug: self.store_key_debug,
+            cleanup_in_is_locked: self.cleanup_in_is_locked,
+            operation_timeout: self.operation_timeout,
+        };
+        let postgres = PostgresBackend::new(source(&self), names, settings);
+        if self.auto_create_tables {
+            postgres.set_up()?;
+        }
+        let inner: Arc<PostgresBackend> = Arc::clone(&postgres);
+        let backend: Arc<dyn LockBackend> = match self.telemetry {
+            None => inner,
+            Some(options) => Arc::new(with_telemetry(inner, options)),
+        };
+        let settings =
+            ClientSettings { dispose_timeout: self.dispose_timeout, on_release_error: self.on_release_error };
+        let sessions = SessionLocks::new(Arc::clone(&postgres), self.operation_timeout, self.dispose_timeout);
+        Ok(PgLockClient { sessions, locks: LockClient::with_settings(backend, settings), postgres })
+    }
+}
+
+impl fmt::Debug for PgLockClientBuilder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PgLockClientBuilder")
+            .field("schema", &self.schema)
+            .field("table_name", &self.table_name)
+            .field("fence_table_name", &self.fence_table_name)
+            .field("auto_create_tables", &self.auto_create_tables)
+            .field("max_connections", &self.max_connections)
+            .field("connection_timeout", &self.connection_timeout)
+            .field("operation_timeout", &self.operation_timeout)
+            .field("dispose_timeout", &self.dispose_timeout)
+            .finish_non_exhaustive()
+    }
+}

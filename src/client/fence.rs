@@ -1,0 +1,54 @@
+//! Fenced transactions: where a guard meets a caller's transaction.
+
+use crate::backend::LockBackend;
+use crate::error::Result;
+use crate::lock::LockGuard;
+use crate::model::fence::Fence;
+use crate::postgres::{fence_error, guard_runtime};
+
+impl LockGuard {
+    /// Makes the caller's transaction impossible to commit unless this guard's lease is live and its
+    /// fence the key's newest: the complete answer to a holder that was paused and wakes up late.
+    ///
+    /// Call it **first** in the outermost transaction that writes the protected data. As long as
+    /// that transaction is open, no newer holder is granted; if the lease is already over, the
+    /// statement fails in the server, so that the transaction cannot be committed even if this error
+    /// is ignored. It locks the key's counter row (`FOR SHARE`,
+    /// <https://www.postgresql.org/docs/current/explicit-locking.html#LOCKING-ROWS>): keep the
+    /// transaction short, the next holder waits for it. Inside a savepoint the protection ends with a
+    /// rollback to that savepoint.
+    ///
+    /// The transaction's connection must reach the database that the lock tables are in, and its
+    /// role needs `SELECT` on both and `UPDATE (key_debug)` on the counters.
+    ///
+    /// # Errors
+    ///
+    /// `Aborted` when the lease is over; `InvalidArgument` in a READ ONLY transaction;
+    /// `ServiceUnavailable` (40001) where a REPEATABLE READ or SERIALIZABLE transaction began before
+    /// the newest grant. After any of them the transaction can only be rolled back.
+    ///
+    /// # Blocking
+    ///
+    /// As the transaction's own statements: its connection is the caller's. The wait for the counter
+    /// row is as short as another's acquire.
+    ///
+    /// # Cancellation
+    ///
+    /// None.
+    pub fn fence_transaction(&self, transaction: &mut postgres::Transaction<'_>) -> Result<()> {
+        assert_fence(&**self.backend(), transaction, self.key(), self.fence())
+    }
+}
+
+pub(super) fn assert_fence(
+    backend: &dyn LockBackend,
+    transaction: &mut postgres::Transaction<'_>,
+    key: &str,
+    fence: Fence,
+) -> Result<()> {
+    let statement = backend.fence_statement(key, fence)?;
+    match guard_runtime(|| transaction.simple_query(&statement))? {
+        Ok(_) => Ok(()),
+        Err(error) => Err(fence_error(error).with_key(key)),
+    }
+}

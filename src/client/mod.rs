@@ -1,0 +1,330 @@
+//! The client: the only place where the floors meet.
+//!
+//! Waiting, guards and renewal come from [`LockClient`], leases from the PostgreSQL adapter; this
+//! module builds the one on the other and names the driver's types.
+
+mod advisory;
+mod builder;
+mod fence;
+mod port;
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::advisory::SessionLocks;
+use crate::backend::{
+    AcquireResult, Capabilities, ExtendResult, LockInfo, LockInfoDebug, Lookup, ReleaseResult,
+};
+use crate::cancel::CancelToken;
+use crate::error::Result;
+use crate::lock::{CloseReport, LockClient, LockGuard, LockOptions};
+use crate::model::fence::Fence;
+use crate::postgres::{Operator, PostgresBackend};
+
+pub use builder::PgLockClientBuilder;
+
+/// Locks on PostgreSQL: leases with fences in two tables.
+///
+/// Cheap to clone and to share between threads; a clone is the same client, with the same pool, the
+/// same queue of waiters and the same two background threads, which start with the first lock and
+/// end with the last clone and guard.
+///
+/// ```no_run
+/// use syncguard::PgLockClient;
+///
+/// let client = PgLockClient::connect("postgresql://app@db.example/app")?;
+/// let guard = client.lock("payment:42")?;
+/// // Nobody else, on any machine, holds "payment:42" until the guard is dropped.
+/// assert!(guard.is_held());
+/// # Ok::<(), syncguard::LockError>(())
+/// ```
+///
+/// # Blocking
+///
+/// Every call is bounded by its options. On TCP connections of the client's own, encrypted or not,
+/// the client enforces that itself, whatever the network does. On **Unix sockets**, and on a
+/// **caller's pool**, the driver offers no way to stop waiting: there the server's own limits
+/// (`lock_timeout`, `statement_timeout`) end every wait but that for a server that has stopped, or a
+/// `COMMIT` that waits for a standby. Name resolution is up to the system and its settings.
+///
+/// These are calls for ordinary threads. Inside an async runtime use `spawn_blocking`; elsewhere in
+/// a runtime they fail with [`InvalidArgument`](crate::ErrorCode::InvalidArgument). Dropping a guard
+/// or a client there is fine: the work is handed to a thread.
+#[derive(Clone)]
+pub struct PgLockClient {
+    // Before the locks: the last drop of those may close the backend.
+    sessions: SessionLocks,
+    locks: LockClient,
+    postgres: Arc<PostgresBackend>,
+}
+
+impl PgLockClient {
+    /// A client for the database at this address, `postgresql://…` or key=value pairs, without TLS.
+    /// Creates the two tables if they are missing; see the builder for everything else.
+    ///
+    /// # Errors
+    ///
+    /// `InvalidArgument` for a connection string that cannot be read, `ServiceUnavailable`,
+    /// `AuthFailed` or `NetworkTimeout` when the server cannot be used.
+    ///
+    /// # Blocking
+    ///
+    /// At most 6 × `operation_timeout`: as [`setup_schema`](Self::setup_schema).
+    ///
+    /// # Cancellation
+    ///
+    /// None.
+    pub fn connect(url: &str) -> Result<Self> {
+        Self::builder().connect(url)
+    }
+
+    /// A builder with the defaults.
+    pub fn builder() -> PgLockClientBuilder {
+        PgLockClientBuilder::default()
+    }
+
+    /// Waits for the lock with default options: at most 5 s, then a lease of 30 s that is renewed
+    /// until the guard is dropped. See [`lock_with`](Self::lock_with).
+    pub fn lock(&self, key: &str) -> Result<LockGuard> {
+        self.locks.lock(key)
+    }
+
+    /// Waits for the lock. See [`LockClient::lock_with`], also for errors and what may remain held.
+    ///
+    /// # Blocking
+    ///
+    /// At most `timeout`, waiting for a connection and connecting included; for ever with `wait_forever`.
+    ///
+    /// # Cancellation
+    ///
+    /// A sleeping waiter wakes at once. A thread blocked in the server returns well within half a
+    /// second: its connection is cut, and the server is asked to cancel the statement.
+    pub fn lock_with(&self, key: &str, options: &LockOptions) -> Result<LockGuard> {
+        self.locks.lock_with(key, options)
+    }
+
+    /// Tries once, with default options. `None` if somebody else holds the key.
+    pub fn try_lock(&self, key: &str) -> Result<Option<LockGuard>> {
+        self.locks.try_lock(key)
+    }
+
+    /// Tries once. See [`LockClient::try_lock_with`].
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// As [`lock_with`](Self::lock_with).
+    pub fn try_lock_with(&self, key: &str, options: &LockOptions) -> Result<Option<LockGuard>> {
+        self.locks.try_lock_with(key, options)
+    }
+
+    /// Runs `work` under the lock; its value reaches the caller whatever the release does. See
+    /// [`LockClient::with_lock`].
+    ///
+    /// # Blocking
+    ///
+    /// At most `timeout`, the time of `work`, and `dispose_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// Ends the wait, not `work`, and not the release.
+    pub fn with_lock<T>(
+        &self,
+        key: &str,
+        options: &LockOptions,
+        work: impl FnOnce(&LockGuard) -> T,
+    ) -> Result<T> {
+        self.locks.with_lock(key, options, work)
+    }
+
+    /// One attempt to take the key, without a guard: nothing renews it, nothing releases it. The
+    /// expiry in the answer was computed by the server, from its clock, after all waits.
+    ///
+    /// # Errors
+    ///
+    /// After an unknown outcome ([`is_outcome_unknown`](crate::LockError::is_outcome_unknown)) the key may be held under
+    /// [`lock_id`](crate::LockError::lock_id); the client's worker goes on releasing it until that lease would be over.
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// By the client's token, see [`cancellable`](Self::cancellable).
+    pub fn acquire(&self, key: &str, ttl: Duration) -> Result<AcquireResult> {
+        self.locks.acquire(key, ttl)
+    }
+
+    /// Lets go of the lease with this id. Harmless if it is not held. After an error the lease may
+    /// stay held until its ttl is over.
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// By the client's token: then the lease stays held.
+    pub fn release(&self, lock_id: &str) -> Result<ReleaseResult> {
+        self.locks.release(lock_id)
+    }
+
+    /// Sets the end of the lease with this id to the server's now plus `ttl`; the expiry in the
+    /// answer comes from the server's clock. Never revives a dead lease; one that is at most a
+    /// second past its expiry still counts as live, because nobody else can have taken it.
+    ///
+    /// Not a way to ask who owns a lock: it moves the lease's end. Use [`owns`](Self::owns) for display.
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// By the client's token: then the lease's end has not moved.
+    pub fn extend(&self, lock_id: &str, ttl: Duration) -> Result<ExtendResult> {
+        self.locks.extend(lock_id, ttl)
+    }
+
+    /// Whether somebody holds the key. For display: it may have changed when you read the answer.
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// By the client's token.
+    pub fn is_locked(&self, key: &str) -> Result<bool> {
+        self.locks.is_locked(key)
+    }
+
+    /// The live lease of a key, or with an id. For diagnosis, never to decide whether to release or
+    /// extend: those check for themselves. Blocking and cancellation as [`is_locked`](Self::is_locked).
+    pub fn lookup(&self, what: Lookup<'_>) -> Result<Option<LockInfo>> {
+        self.locks.lookup(what)
+    }
+
+    /// The live lease of this key. See [`lookup`](Self::lookup).
+    pub fn get_by_key(&self, key: &str) -> Result<Option<LockInfo>> {
+        self.locks.get_by_key(key)
+    }
+
+    /// The live lease with this id. See [`lookup`](Self::lookup).
+    pub fn get_by_id(&self, lock_id: &str) -> Result<Option<LockInfo>> {
+        self.locks.get_by_id(lock_id)
+    }
+
+    /// The live lease of this key, with raw key and lock id: **sensitive**, for debugging.
+    pub fn get_by_key_raw(&self, key: &str) -> Result<Option<LockInfoDebug>> {
+        self.locks.get_by_key_raw(key)
+    }
+
+    /// The live lease with this id, with raw key and lock id: **sensitive**, for debugging.
+    pub fn get_by_id_raw(&self, lock_id: &str) -> Result<Option<LockInfoDebug>> {
+        self.locks.get_by_id_raw(lock_id)
+    }
+
+    /// Whether a live lease has this id. For display; see [`lookup`](Self::lookup).
+    pub fn owns(&self, lock_id: &str) -> Result<bool> {
+        self.locks.owns(lock_id)
+    }
+
+    /// The same client, whose operations also end when this token fires.
+    ///
+    /// An operation with a token takes two round trips instead of one, so that the token can be
+    /// checked between the read and the write.
+    #[must_use]
+    pub fn cancellable(&self, token: &CancelToken) -> Self {
+        Self {
+            sessions: self.sessions.clone(),
+            locks: self.locks.cancellable(token),
+            postgres: Arc::clone(&self.postgres),
+        }
+    }
+
+    /// Backend `postgres`, fencing, time authority `server`.
+    #[must_use]
+    pub fn capabilities(&self) -> Capabilities {
+        self.locks.capabilities()
+    }
+
+    /// Creates what is missing of the two tables and their indexes. May be called any number of
+    /// times and from many processes at once; does nothing, and needs no right to create, where
+    /// nothing is missing.
+    ///
+    /// # Errors
+    ///
+    /// `AuthFailed` when something is missing and the role may not create it, `InvalidArgument` for
+    /// a schema that does not exist or a database that is not UTF8.
+    ///
+    /// # Blocking
+    ///
+    /// At most 6 × `operation_timeout`: others may be creating the same tables.
+    ///
+    /// # Cancellation
+    ///
+    /// None.
+    pub fn setup_schema(&self) -> Result<()> {
+        self.postgres.set_up()
+    }
+
+    /// Fails the caller's transaction unless `fence` is the key's newest and its lease is live; see
+    /// [`LockGuard::fence_transaction`]. For a holder that knows only key and fence.
+    pub fn assert_fence(
+        &self,
+        transaction: &mut postgres::Transaction<'_>,
+        key: &str,
+        fence: Fence,
+    ) -> Result<()> {
+        fence::assert_fence(&*self.postgres, transaction, key, fence)
+    }
+
+    /// The operator's view: who holds what, counts, waiters, clean-up, breaking a lock.
+    #[must_use]
+    pub fn operator(&self) -> Operator {
+        Operator::new(Arc::clone(&self.postgres))
+    }
+
+    /// Ends the client and all its clones. See [`LockClient::close`]. Session locks are lost and let
+    /// go too; `threads_ended` in the report speaks for theirs as well.
+    ///
+    /// # Blocking
+    ///
+    /// At most `deadline`, and 50 ms.
+    ///
+    /// # Cancellation
+    ///
+    /// None.
+    pub fn close(&self, deadline: Duration) -> Result<CloseReport> {
+        let start = std::time::Instant::now();
+        let settled = self.sessions.close(deadline);
+        let mut report = self.locks.close(deadline.saturating_sub(start.elapsed()))?;
+        report.threads_ended &= settled;
+        Ok(report)
+    }
+
+    /// The waiting and the guards, without the database: what code that is tested over a
+    /// [`MemoryBackend`](crate::MemoryBackend) should take.
+    #[must_use]
+    pub fn locks(&self) -> &LockClient {
+        &self.locks
+    }
+}
+
+impl AsRef<LockClient> for PgLockClient {
+    fn as_ref(&self) -> &LockClient {
+        &self.locks
+    }
+}
+
+impl fmt::Debug for PgLockClient {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PgLockClient").finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,72 @@
+//! The client as a backend, for code that is generic over backends.
+
+use std::time::Duration;
+
+use crate::backend::{
+    AcquireResult, Attempt, Capabilities, ExtendOutcome, LockBackend, LockInfo, LockInfoDebug, Lookup,
+    ReleaseOutcome, RenewOutcome, Renewal,
+};
+use crate::cancel::CancelToken;
+use crate::client::PgLockClient;
+use crate::error::Result;
+use crate::model::fence::Fence;
+use crate::model::time::{Clock, Moment};
+
+/// A client is a backend, too: for code that is generic over backends. Operations observe the token
+/// that is passed in, not the client's own.
+impl LockBackend for PgLockClient {
+    fn acquire(&self, key: &str, ttl: Duration, cancel: &CancelToken) -> Result<AcquireResult> {
+        self.locks.backend().acquire(key, ttl, cancel)
+    }
+    fn release(&self, lock_id: &str, cancel: &CancelToken) -> Result<ReleaseOutcome> {
+        self.locks.backend().release(lock_id, cancel)
+    }
+    fn extend(&self, lock_id: &str, ttl: Duration, cancel: &CancelToken) -> Result<ExtendOutcome> {
+        self.locks.backend().extend(lock_id, ttl, cancel)
+    }
+    fn is_locked(&self, key: &str, cancel: &CancelToken) -> Result<bool> {
+        self.locks.backend().is_locked(key, cancel)
+    }
+    fn lookup(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfo>> {
+        self.locks.backend().lookup(what, cancel)
+    }
+    fn capabilities(&self) -> Capabilities {
+        self.locks.capabilities()
+    }
+    fn attempt(&self, attempt: &Attempt<'_>, cancel: &CancelToken) -> Result<AcquireResult> {
+        self.locks.backend().attempt(attempt, cancel)
+    }
+    fn peek(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<bool> {
+        self.locks.backend().peek(key, deadline, cancel)
+    }
+    fn extend_by(
+        &self,
+        lock_id: &str,
+        ttl: Duration,
+        deadline: Moment,
+        cancel: &CancelToken,
+    ) -> Result<ExtendOutcome> {
+        self.locks.backend().extend_by(lock_id, ttl, deadline, cancel)
+    }
+    fn release_by(&self, lock_id: &str, deadline: Moment) -> Result<ReleaseOutcome> {
+        self.locks.backend().release_by(lock_id, deadline)
+    }
+    fn renew(&self, leases: &[Renewal<'_>], deadline: Moment) -> Vec<Result<RenewOutcome>> {
+        self.locks.backend().renew(leases, deadline)
+    }
+    fn reserve_renewals(&self) -> Result<()> {
+        self.locks.backend().reserve_renewals()
+    }
+    fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoDebug>> {
+        self.locks.backend().lookup_raw(what, cancel)
+    }
+    fn fence_statement(&self, key: &str, fence: Fence) -> Result<String> {
+        self.locks.backend().fence_statement(key, fence)
+    }
+    fn clock(&self) -> Clock {
+        self.locks.backend().clock()
+    }
+    fn operation_timeout(&self) -> Duration {
+        self.locks.backend().operation_timeout()
+    }
+}

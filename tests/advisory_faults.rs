@@ -1,0 +1,418 @@
+//! Session locks when processes, servers and lines between them fail, and where they are refused.
+
+mod support;
+
+use std::fs;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use postgres::{Client, NoTls};
+use r2d2_postgres::PostgresConnectionManager;
+use support::wire::{Wire, transaction_pooler};
+use support::{Config, LIMIT, Server, Stop, Worker, logs, server, unique, wait_until, worker};
+use syncguard::{
+    AdvisoryGuard, AdvisoryKey, AdvisoryLost, AdvisoryOptions, ErrorCode, LockError, PgLockClient,
+    PgLockClientBuilder, ReleaseResult,
+};
+
+fn builder() -> PgLockClientBuilder {
+    PgLockClient::builder().auto_create_tables(false)
+}
+
+fn client(url: &str) -> PgLockClient {
+    builder().connect(url).unwrap()
+}
+
+fn key() -> AdvisoryKey {
+    AdvisoryKey::from_text(&unique())
+}
+
+fn taken(client: &PgLockClient, key: AdvisoryKey) -> AdvisoryGuard {
+    client.try_advisory_lock(&key).unwrap().expect("the key is free")
+}
+
+fn holding(hold: Duration) -> AdvisoryOptions {
+    AdvisoryOptions::new().max_hold(hold)
+}
+
+/// A worker's part: takes the key for so many milliseconds, says so, and reports when it is told to.
+fn holder(parent: &worker::Parent) -> ! {
+    let client = client(server().url());
+    let millis = parent.arg("hold").parse().unwrap();
+    let mut options = holding(Duration::from_millis(millis));
+    if parent.arg("keep") == "yes" {
+        options = options.keep_past_deadline();
+    }
+    let guard = client
+        .try_advisory_lock_with(&AdvisoryKey::from_text(&parent.arg("key")), &options)
+        .unwrap()
+        .unwrap();
+    parent.say(&guard.pid().to_string());
+    parent.hear();
+    parent.say(if guard.is_held() { "held" } else { "lost" });
+    parent.wait_forever()
+}
+
+fn start_holder(test: &str, key: &str, hold: u64, keep: bool) -> (Worker, i32) {
+    let args = [("key", key), ("hold", &hold.to_string()), ("keep", if keep { "yes" } else { "no" })];
+    // So that the worker finds the server of this process.
+    let _ = server();
+    let mut worker = Worker::start(test, "holder", &args);
+    let pid = worker.hear().parse().unwrap();
+    (worker, pid)
+}
+
+#[test]
+fn a_killed_holder_frees_its_key() {
+    worker::part("holder", |parent| holder(parent));
+    let name = unique();
+    let key = AdvisoryKey::from_text(&name);
+    let (mut worker, _) = start_holder("a_killed_holder_frees_its_key", &name, 60_000, false);
+    let client = client(server().url());
+    assert!(client.try_advisory_lock(&key).unwrap().is_none());
+    worker.kill();
+    drop(client.advisory_lock_with(&key, &AdvisoryOptions::new().timeout(LIMIT)).unwrap());
+}
+
+#[test]
+fn a_stopped_holder_loses_its_lock_at_its_deadline_although_it_was_asked_meanwhile() {
+    worker::part("holder", |parent| holder(parent));
+    let (name, test) =
+        (unique(), "a_stopped_holder_loses_its_lock_at_its_deadline_although_it_was_asked_meanwhile");
+    let key = AdvisoryKey::from_text(&name);
+    let (mut worker, pid) = start_holder(test, &name, 6_000, false);
+    let client = client(server().url());
+    // Ends after the worker's deadline and the server's second, and before the worker's timer would
+    // end if the question after 3 s had started it anew in full.
+    let measure =
+        client.try_advisory_lock_with(&self::key(), &holding(Duration::from_millis(9200))).unwrap().unwrap();
+    let mut observer = server().client();
+    let mut changed = || -> (std::time::SystemTime, bool) {
+        let sql = "SELECT state_change, state = 'idle' FROM pg_stat_activity WHERE pid = $1";
+        let row = observer.query_one(sql, &[&pid]).unwrap();
+        (row.get(0), row.get(1))
+    };
+    let first = changed().0;
+    wait_until(LIMIT, "the holder's session was asked", || changed().0 != first && changed().1);
+    worker.signal("STOP");
+    assert!(client.try_advisory_lock(&key).unwrap().is_none());
+    let next = client.advisory_lock_with(&key, &AdvisoryOptions::new().timeout(LIMIT)).unwrap();
+    assert!(measure.is_held(), "the server's timer ran from the last question in full");
+    worker.signal("CONT");
+    worker.tell("and now?");
+    worker.expect("lost");
+    assert!(next.is_held());
+}
+
+#[test]
+fn a_stopped_holder_that_was_never_asked_loses_its_lock_too() {
+    worker::part("holder", |parent| holder(parent));
+    let name = unique();
+    let test = "a_stopped_holder_that_was_never_asked_loses_its_lock_too";
+    let (mut worker, _) = start_holder(test, &name, 500, false);
+    worker.signal("STOP");
+    let client = client(server().url());
+    let options = AdvisoryOptions::new().timeout(LIMIT);
+    drop(client.advisory_lock_with(&AdvisoryKey::from_text(&name), &options).unwrap());
+    worker.signal("CONT");
+    worker.tell("and now?");
+    worker.expect("lost");
+}
+
+#[test]
+fn a_stopped_holder_that_prefers_exclusion_keeps_its_lock() {
+    worker::part("holder", |parent| holder(parent));
+    let name = unique();
+    let key = AdvisoryKey::from_text(&name);
+    let (mut worker, pid) =
+        start_holder("a_stopped_holder_that_prefers_exclusion_keeps_its_lock", &name, 100, true);
+    worker.signal("STOP");
+    let client = client(server().url());
+    // Longer than a server may be silent: here it was the holder who did not listen.
+    let options = AdvisoryOptions::new().timeout(Duration::from_secs(13));
+    let error = client.advisory_lock_with(&key, &options).unwrap_err();
+    assert_eq!(error.code(), ErrorCode::AcquisitionTimeout);
+    worker.signal("CONT");
+    let mut observer = server().client();
+    let sql = "SELECT now() - state_change < interval '3 s' AND state = 'idle' FROM pg_stat_activity WHERE pid = $1";
+    wait_until(LIMIT, "its session is asked again", || {
+        observer.query_one(sql, &[&pid]).unwrap().get::<_, bool>(0)
+    });
+    worker.tell("and now?");
+    worker.expect("held");
+    worker.kill();
+    drop(client.advisory_lock_with(&key, &AdvisoryOptions::new().timeout(LIMIT)).unwrap());
+}
+
+#[test]
+fn threads_come_with_the_first_lock_and_go_with_the_last() {
+    worker::part("counter", |parent| {
+        let threads = || {
+            let names = fs::read_dir("/proc/self/task")
+                .unwrap()
+                .map(|task| fs::read_to_string(task.unwrap().path().join("comm")).unwrap_or_default());
+            names.filter(|name| name.starts_with("syncguard")).count()
+        };
+        let client = client(server().url());
+        assert!(client.advisory_holders().is_ok());
+        assert_eq!(threads(), 0);
+        let guards: Vec<_> = (0..8).map(|_| taken(&client, key())).collect();
+        // A thread takes its name only when it runs.
+        wait_until(LIMIT, "two threads run", || threads() == 2);
+        drop(guards);
+        wait_until(LIMIT, "they end while the client lives", || threads() == 0);
+        let guard = taken(&client, key());
+        wait_until(LIMIT, "two threads run again", || threads() == 2);
+        drop(client);
+        assert!(guard.is_held() && threads() == 2, "a guard is looked after without its client");
+        drop(guard);
+        wait_until(LIMIT, "they end", || threads() == 0);
+        parent.say("done");
+    });
+    let _ = server();
+    let mut worker = Worker::start("threads_come_with_the_first_lock_and_go_with_the_last", "counter", &[]);
+    worker.expect("done");
+}
+
+#[test]
+fn a_restart_of_the_server_is_noticed_on_every_kind_of_connection() {
+    let server = Server::start(&Config::new());
+    let config: postgres::Config = server.url().parse().unwrap();
+    let pool =
+        r2d2::Pool::builder().max_size(2).build(PostgresConnectionManager::new(config, NoTls)).unwrap();
+    let clients = [client(server.url()), client(server.socket_url()), builder().build(pool).unwrap()];
+    for how in [Stop::Fast, Stop::Immediate] {
+        let keys = [key(), key(), key()];
+        let guards: Vec<_> = clients
+            .iter()
+            .zip(keys)
+            .map(|(client, key)| {
+                client.advisory_lock_with(&key, &AdvisoryOptions::new().timeout(LIMIT)).unwrap()
+            })
+            .collect();
+        server.restart(how);
+        for guard in guards {
+            assert!(guard.lost().wait_timeout(LIMIT), "{how:?}");
+            assert_eq!(guard.lost_reason(), Some(AdvisoryLost::Connection));
+            assert_eq!(guard.release().unwrap(), ReleaseResult::NotHeld);
+        }
+        for (client, key) in clients.iter().zip(keys) {
+            let mut next = None;
+            wait_until(LIMIT, "the client works again", || {
+                next = client.try_advisory_lock(&key).ok().flatten();
+                next.is_some()
+            });
+        }
+    }
+}
+
+#[test]
+fn a_server_that_has_stopped_keeps_no_deadline_from_firing() {
+    let server = Server::start(&Config::new());
+    for url in [server.url(), server.socket_url()] {
+        let client = client(url);
+        let (short, long) = (
+            client.try_advisory_lock_with(&key(), &holding(Duration::from_millis(4500))).unwrap().unwrap(),
+            taken(&client, key()),
+        );
+        let measure = Instant::now();
+        server.freeze();
+        assert!(short.lost().wait_timeout(LIMIT));
+        assert!(long.lost().wait_timeout(LIMIT), "silence is a loss");
+        assert_eq!(long.lost_reason(), Some(AdvisoryLost::Connection));
+        assert!(measure.elapsed() < LIMIT);
+        let (tell, told) = std::sync::mpsc::channel();
+        thread::spawn(move || {
+            drop((short, long));
+            let _ = tell.send(());
+        });
+        told.recv_timeout(LIMIT).expect("guards are dropped while the server stands still");
+        server.thaw();
+    }
+}
+
+#[test]
+fn a_line_that_goes_silent_is_a_loss() {
+    let wire = Wire::to(server_port());
+    let client = client(&wire.url());
+    let guard = taken(&client, key());
+    wire.go_silent();
+    assert!(guard.lost().wait_timeout(LIMIT));
+    assert_eq!(guard.lost_reason(), Some(AdvisoryLost::Connection));
+}
+
+#[test]
+fn a_failover_that_the_client_does_not_hear_of_is_a_loss() {
+    let wire = Wire::to(server_port());
+    let behind = client(&wire.url());
+    let key = key();
+    let guard = behind.try_advisory_lock_with(&key, &holding(LIMIT * 2)).unwrap().unwrap();
+    wire.end_sessions_silently();
+    // The server's side is free at once; the holder cannot know that yet.
+    let other = client(server().url());
+    let next = other.advisory_lock_with(&key, &holding(LIMIT * 2).timeout(LIMIT)).unwrap();
+    assert!(guard.lost().wait_timeout(LIMIT));
+    assert_eq!(guard.lost_reason(), Some(AdvisoryLost::Connection));
+    drop(guard);
+    assert!(next.is_held(), "the old holder's end does not touch the new one");
+}
+
+#[test]
+fn an_unlock_that_answers_false_closes_the_connection() {
+    let logs = logs::capture();
+    let wire = Wire::to(server_port());
+    let client = client(&wire.url());
+    // The self-test of the first lock has a connection of its own, which is gone afterwards.
+    let key = key();
+    let guard = taken(&client, key);
+    let (pid, mut observer) = (guard.pid(), server().client());
+    wire.speak("SELECT pg_advisory_unlock_all()");
+    wait_until(LIMIT, "somebody has unlocked", || {
+        let sql = "SELECT count(*) FROM pg_locks WHERE pid = $1 AND locktype = 'advisory'";
+        observer.query_one(sql, &[&pid]).unwrap().get::<_, i64>(0) == 0
+    });
+    assert_eq!(guard.release().unwrap(), ReleaseResult::NotHeld);
+    support::wait_until_backend_gone(&mut observer, pid);
+    let number = key.to_string();
+    assert!(logs.lines().iter().any(|line| line.level == log::Level::Warn && line.text.contains(&number)));
+}
+
+#[test]
+fn a_try_that_fails_after_its_grant_leaves_no_lock() {
+    let server = Server::start(&Config::new());
+    let client = client(server.url());
+    // The self-test passes; then the statement fails right after the lock was granted.
+    drop(taken(&client, key()));
+    let mut admin = server.client();
+    admin
+        .batch_execute(
+            "ALTER FUNCTION pg_catalog.set_config(text, text, boolean) RENAME TO real_set_config; \
+             CREATE FUNCTION pg_catalog.set_config(text, text, boolean) RETURNS text VOLATILE LANGUAGE plpgsql \
+             AS $$ BEGIN RAISE EXCEPTION 'on purpose' USING ERRCODE = '57014'; END $$;",
+        )
+        .unwrap();
+    let key = key();
+    for _ in 0..20 {
+        let error = client.try_advisory_lock(&key).unwrap_err();
+        assert_eq!(error.code(), ErrorCode::NetworkTimeout, "{error:?}");
+        let held = |admin: &mut Client| -> i64 {
+            admin.query_one("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'", &[]).unwrap().get(0)
+        };
+        wait_until(LIMIT, "the lock is gone with its session", || held(&mut admin) == 0);
+    }
+}
+
+#[test]
+fn a_standby_refuses() {
+    let server = Server::start(&Config::new());
+    server.stop(Stop::Fast);
+    fs::write(server.data_dir().join("standby.signal"), "").unwrap();
+    server.start_again();
+    let client = client(server.url());
+    for _ in 0..2 {
+        let error = client.try_advisory_lock(&key()).unwrap_err();
+        assert_eq!(error.code(), ErrorCode::ServiceUnavailable);
+        assert!(error.to_string().contains("standby"), "{error}");
+    }
+    let error = client.advisory_lock(&key()).unwrap_err();
+    assert!(error.to_string().contains("standby"), "a wait ends at once: {error}");
+    let mut observer = server.client();
+    let left: i64 =
+        observer.query_one("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'", &[]).unwrap().get(0);
+    assert_eq!(left, 0);
+}
+
+#[test]
+fn a_server_that_became_a_standby_refuses_too() {
+    let server = Server::start(&Config::new());
+    let client = client(server.url());
+    drop(taken(&client, key()));
+    server.stop(Stop::Fast);
+    fs::write(server.data_dir().join("standby.signal"), "").unwrap();
+    server.start_again();
+    let error = client.try_advisory_lock(&key()).unwrap_err();
+    assert!(error.to_string().contains("standby"), "not only at the first lock: {error}");
+}
+
+#[test]
+fn a_token_ends_the_wait_for_a_server_that_does_not_answer() {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let limit = LIMIT * 2;
+    let client = builder()
+        .operation_timeout(limit)
+        .connection_timeout(limit)
+        .connect(&format!("postgresql://postgres@127.0.0.1:{port}/postgres"))
+        .unwrap();
+    let token = syncguard::CancelToken::new();
+    let start = Instant::now();
+    thread::scope(|scope| {
+        let call = scope.spawn(|| client.cancellable(&token).try_advisory_lock(&key()));
+        let _silent = listener.accept().unwrap();
+        token.cancel();
+        assert_eq!(call.join().unwrap().unwrap_err().code(), ErrorCode::Aborted);
+    });
+    assert!(start.elapsed() < limit, "the token, not the timeout");
+}
+
+#[test]
+fn a_transaction_pooler_is_refused() {
+    let client = client(&transaction_pooler(server_port()));
+    let refused = |error: LockError| {
+        assert_eq!(error.code(), ErrorCode::InvalidArgument);
+        assert!(error.to_string().contains("pooler"), "{error}");
+    };
+    let key = key();
+    refused(client.try_advisory_lock(&key).unwrap_err());
+    refused(client.advisory_lock(&key).unwrap_err());
+    let direct = self::client(server().url());
+    drop(taken(&direct, key));
+}
+
+#[test]
+fn stub_functions_are_refused() {
+    let server = Server::start(&Config::new());
+    let mut admin = server.client();
+    for (name, answer) in [("pg_try_advisory_lock", "true"), ("pg_advisory_unlock", "true")] {
+        admin
+            .batch_execute(&format!(
+                "ALTER FUNCTION pg_catalog.{name}(bigint) RENAME TO real_{name}; \
+                 CREATE FUNCTION pg_catalog.{name}(bigint) RETURNS boolean LANGUAGE sql VOLATILE AS 'SELECT {answer}'"
+            ))
+            .unwrap();
+    }
+    let config: postgres::Config = server.url().parse().unwrap();
+    let one = r2d2::Pool::builder().max_size(1).build(PostgresConnectionManager::new(config, NoTls)).unwrap();
+    // With a second session to compare, and without.
+    for client in [client(server.url()), builder().build(one).unwrap()] {
+        let error = client.try_advisory_lock(&key()).unwrap_err();
+        assert_eq!(error.code(), ErrorCode::InvalidArgument);
+        assert!(error.to_string().contains("stubs"), "{error}");
+    }
+    admin.batch_execute("DROP FUNCTION pg_catalog.pg_try_advisory_lock(bigint)").unwrap();
+    let error = client(server.url()).try_advisory_lock(&key()).unwrap_err();
+    assert_eq!(error.code(), ErrorCode::InvalidArgument);
+    assert!(error.to_string().contains("no session locks"), "{error}");
+}
+
+#[test]
+fn the_tables_of_the_server_are_not_needed() {
+    // An empty database, nothing of ours in it.
+    let name = format!("d{}", unique());
+    let mut admin = server().client();
+    admin.batch_execute(&format!("CREATE DATABASE {name}")).unwrap();
+    let mut config: postgres::Config = server().url().parse().unwrap();
+    config.dbname(&name);
+    let client = builder().connect_with(config, NoTls).unwrap();
+    let (here, there) = (key(), self::client(server().url()));
+    let guard = taken(&client, here);
+    // A key belongs to its database.
+    drop(taken(&there, here));
+    drop((guard, client));
+    admin.batch_execute(&format!("DROP DATABASE {name} WITH (FORCE)")).unwrap();
+}
+
+fn server_port() -> u16 {
+    let config: postgres::Config = server().url().parse().unwrap();
+    config.get_ports()[0]
+}

@@ -1,0 +1,280 @@
+//! Every call returns within its computed bound and a second, whatever is missing, and says what.
+
+use std::error::Error as _;
+use std::time::{Duration, Instant};
+
+use postgres::NoTls;
+use syncguard::{ErrorCode, LockError, LockOptions, Lookup, PgLockClient, PgLockClientBuilder};
+
+use crate::support::{self, Action, Config, Network, Proxy, Server};
+
+const LIMIT: Duration = Duration::from_millis(500);
+const TTL: Duration = Duration::from_secs(30);
+const ID: &str = "AAAAAAAAAAAAAAAAAAAAAA";
+
+fn builder() -> PgLockClientBuilder {
+    PgLockClient::builder().operation_timeout(LIMIT).connection_timeout(LIMIT).dispose_timeout(LIMIT)
+}
+
+/// An error with its causes.
+fn chain(error: &LockError) -> String {
+    let mut text = format!("{}: {error}", error.code());
+    let mut next = error.source();
+    while let Some(cause) = next {
+        text.push_str(": ");
+        text.push_str(&cause.to_string());
+        next = cause.source();
+    }
+    text
+}
+
+/// Makes one call of every kind; each must be over in time, and each error must say one of these words.
+#[track_caller]
+fn all_in_time(what: &str, client: &PgLockClient, words: &[&str], writes_only: bool) {
+    let options = LockOptions::new().timeout(LIMIT);
+    let mut longest = Duration::ZERO;
+    let mut call = |name: &str, bound: Duration, call: &dyn Fn() -> Option<LockError>| {
+        let start = Instant::now();
+        let error = call();
+        let took = start.elapsed();
+        longest = longest.max(took.saturating_sub(bound));
+        assert!(
+            took <= bound + Duration::from_secs(1),
+            "{what}: {name} took {took:?}, its bound is {bound:?}"
+        );
+        let Some(error) = error else {
+            assert!(writes_only, "{what}: {name} cannot have worked");
+            return;
+        };
+        let text = chain(&error);
+        assert!(
+            words.iter().any(|word| text.contains(word)),
+            "{what}: {name} does not say what was missing: {text}"
+        );
+    };
+    call("acquire", LIMIT, &|| client.acquire("k", TTL).err());
+    call("extend", LIMIT, &|| client.extend(ID, TTL).err());
+    call("release", LIMIT, &|| client.release(ID).err());
+    call("is_locked", LIMIT, &|| client.is_locked("k").err());
+    call("lookup", LIMIT, &|| client.lookup(Lookup::Key("k")).err());
+    call("owns", LIMIT, &|| client.owns(ID).err());
+    call("try_lock", LIMIT, &|| client.try_lock_with("k", &options).err());
+    call("lock", LIMIT, &|| client.lock_with("k", &options).err());
+    call("with_lock", LIMIT, &|| client.with_lock("k", &options, |_| ()).err());
+    call("setup_schema", 6 * LIMIT, &|| client.setup_schema().err());
+    call("operator", LIMIT, &|| client.operator().counts().err());
+    println!("{what}: the longest call ended {longest:?} after its bound");
+}
+
+/// Drops and closes are calls, too.
+#[track_caller]
+fn ends_in_time(what: &str, client: PgLockClient) {
+    let start = Instant::now();
+    let _ = client.close(LIMIT);
+    drop(client);
+    let took = start.elapsed();
+    assert!(took < LIMIT + Duration::from_secs(1), "{what}: close and drop took {took:?}");
+}
+
+#[test]
+fn a_silent_server() {
+    let server = Server::start(&Config::new());
+    let client = builder().connect(server.url()).unwrap();
+    let guard = client.lock("held").unwrap();
+    server.freeze();
+    all_in_time("a silent server", &client, &["NetworkTimeout", "did not answer", "time for this"], false);
+    let start = Instant::now();
+    drop(guard);
+    assert!(start.elapsed() < LIMIT + Duration::from_secs(1), "a guard's drop took {:?}", start.elapsed());
+    ends_in_time("a silent server", client);
+    server.thaw();
+}
+
+#[test]
+fn a_black_hole_behind_open_connections_and_new_ones() {
+    let schema = support::schema();
+    for warm in [true, false] {
+        let proxy = Proxy::start(support::server().port());
+        let ready = PgLockClient::connect(&schema.url()).unwrap();
+        drop(ready);
+        let client = builder().auto_create_tables(warm).connect(&proxy.url(&schema.url())).unwrap();
+        let guard = warm.then(|| client.lock("held").unwrap());
+        proxy.network(Network::Mute);
+        all_in_time("a black hole", &client, &["NetworkTimeout", "ServiceUnavailable"], false);
+        let start = Instant::now();
+        drop(guard);
+        assert!(
+            start.elapsed() < LIMIT + Duration::from_secs(1),
+            "a guard's drop took {:?}",
+            start.elapsed()
+        );
+        ends_in_time("a black hole", client);
+        proxy.network(Network::Open);
+    }
+}
+
+#[test]
+fn nobody_listens() {
+    let schema = support::schema();
+    let proxy = Proxy::start(support::server().port());
+    let client = builder().auto_create_tables(false).connect(&proxy.url(&schema.url())).unwrap();
+    proxy.network(Network::Refusing);
+    all_in_time("nobody listens", &client, &["ServiceUnavailable"], false);
+    ends_in_time("nobody listens", client);
+}
+
+#[test]
+fn a_pool_whose_connections_are_all_taken() {
+    let schema = support::schema();
+    let proxy = Proxy::start(support::server().port());
+    let long = Duration::from_secs(20);
+    let client =
+        builder().operation_timeout(long).max_connections(1).connect(&proxy.url(&schema.url())).unwrap();
+    client.is_locked("warm").unwrap();
+    proxy.once("EXECUTE sg_look", Action::SwallowAnswer);
+    std::thread::scope(|scope| {
+        let taken = scope.spawn(|| client.is_locked("k"));
+        support::wait_until(support::LIMIT, "the connection is taken", || proxy.count() == 1);
+        for name in ["acquire", "is_locked", "lock"] {
+            let start = Instant::now();
+            let options = LockOptions::new().timeout(LIMIT);
+            let error = match name {
+                "acquire" => client.acquire("k", TTL).map(drop),
+                "is_locked" => client.is_locked("k").map(drop),
+                _ => client.lock_with("k", &options).map(drop),
+            }
+            .expect_err("there is no connection");
+            // The connection timeout is shorter than the operation's.
+            assert!(start.elapsed() < LIMIT + Duration::from_secs(1), "{name} took {:?}", start.elapsed());
+            assert_eq!(error.code(), ErrorCode::RateLimited, "{}", chain(&error));
+            assert!(chain(&error).contains("connection"), "{}", chain(&error));
+        }
+        proxy.cut_all();
+        // Reads are simply asked again.
+        assert!(taken.join().expect("no panic").is_ok());
+    });
+}
+
+#[test]
+fn a_callers_pool_whose_connections_are_all_taken() {
+    let schema = support::schema();
+    let manager = r2d2_postgres::PostgresConnectionManager::new(schema.config(), NoTls);
+    let pool = r2d2::Pool::builder().max_size(2).build(manager).unwrap();
+    let client = builder().build(pool.clone()).unwrap();
+    let (_first, _second) = (pool.get().unwrap(), pool.get().unwrap());
+    all_in_time("a caller's pool, exhausted", &client, &["RateLimited"], false);
+}
+
+#[test]
+fn a_table_that_a_stranger_has_locked() {
+    let schema = support::schema();
+    let client = builder().connect(&schema.url()).unwrap();
+    let mut stranger = schema.client();
+    stranger.batch_execute("BEGIN; LOCK TABLE syncguard_locks IN ACCESS EXCLUSIVE MODE").unwrap();
+    all_in_time("a locked table", &client, &["55P03"], true);
+    // Nobody has given up on a server process that goes on waiting.
+    let waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database() \
+                   AND query LIKE '%' || $1 || '%'";
+    let mut observer = schema.client();
+    support::wait_until(Duration::from_secs(5), "no server process waits any more", || {
+        observer.query_one(waiting, &[&schema.name()]).unwrap().get::<_, i64>(0) == 0
+    });
+    drop(stranger);
+    assert!(client.lock("k").is_ok(), "afterwards all is well");
+}
+
+#[test]
+fn a_key_that_a_stranger_has_locked_with_an_advisory_lock() {
+    let schema = support::schema();
+    let client = builder().connect(&schema.url()).unwrap();
+    let mut stranger = schema.client();
+    stranger.batch_execute("SELECT pg_advisory_lock(hashtext('k'))").unwrap();
+    let start = Instant::now();
+    let error = client.acquire("k", TTL).expect_err("a stranger has it");
+    assert!(start.elapsed() < LIMIT + Duration::from_secs(1));
+    assert!(chain(&error).contains("lock"), "{}", chain(&error));
+    assert!(!error.is_outcome_unknown());
+}
+
+#[test]
+fn a_commit_that_waits_for_an_absent_standby() {
+    let server = Server::start(&Config::new());
+    let client = builder().connect(server.url()).unwrap();
+    let granted = client.acquire("held", TTL).unwrap().acquired().unwrap();
+    let second = client.acquire("held too", TTL).unwrap().acquired().unwrap();
+    server.configure("synchronous_standby_names", "nobody");
+    for (name, result) in [
+        ("acquire", timed(|| client.acquire("k", TTL).map(drop))),
+        ("extend", timed(|| client.extend(&granted.lock_id, TTL).map(drop))),
+        ("lock", timed(|| client.lock_with("k2", &LockOptions::new().timeout(LIMIT)).map(drop))),
+    ] {
+        let (took, error) = result;
+        assert!(took < LIMIT + Duration::from_secs(1), "{name} took {took:?}");
+        let error = error.expect_err("no standby has confirmed it");
+        assert!(error.is_outcome_unknown(), "{name}: {}", chain(&error));
+    }
+    // A release does not wait for a standby; only for a row whose extend still does.
+    client.release(&second.lock_id).expect("nobody has its row");
+    server.configure("synchronous_standby_names", "");
+    ends_in_time("an absent standby", client);
+}
+
+#[test]
+fn a_cancelled_wait_for_a_standby_is_not_taken_for_a_confirmation() {
+    let server = Server::start(&Config::new());
+    let client = builder().operation_timeout(Duration::from_secs(2)).connect(server.url()).unwrap();
+    client.is_locked("warm").unwrap();
+    server.configure("synchronous_standby_names", "nobody");
+    let mut sql = server.client();
+    let result = std::thread::scope(|scope| {
+        let acquire = scope.spawn(|| client.acquire("k", TTL));
+        while !acquire.is_finished() {
+            // Answers "success" with a warning, again and again.
+            let _ = sql.batch_execute(
+                "SELECT pg_cancel_backend(pid) FROM pg_stat_activity WHERE wait_event = 'SyncRep'",
+            );
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        acquire.join().expect("no panic")
+    });
+    let error = result.expect_err("no standby has it");
+    assert!(error.is_outcome_unknown() && chain(&error).contains("standby"), "{}", chain(&error));
+    server.configure("synchronous_standby_names", "");
+}
+
+fn timed<R>(call: impl FnOnce() -> R) -> (Duration, R) {
+    let start = Instant::now();
+    let result = call();
+    (start.elapsed(), result)
+}
+
+#[test]
+fn a_server_without_free_connections() {
+    let server = Server::start(&Config::new().set("max_connections", "10"));
+    drop(PgLockClient::connect(server.url()).unwrap());
+    let config: postgres::Config = server.url().parse().unwrap();
+    let open: Vec<_> = std::iter::from_fn(|| config.connect(NoTls).ok()).take(20).collect();
+    let client = builder().auto_create_tables(false).connect(server.url()).unwrap();
+    all_in_time("max_connections reached", &client, &["RateLimited", "53300"], false);
+    drop(open);
+    support::wait_until(support::LIMIT, "it works again", || client.lock("k").is_ok());
+}
+
+#[test]
+fn a_row_that_a_stranger_holds() {
+    let schema = support::schema();
+    let client = builder().connect(&schema.url()).unwrap();
+    let granted = client.acquire("k", TTL).unwrap().acquired().unwrap();
+    let mut stranger = schema.client();
+    stranger.batch_execute("BEGIN; SELECT * FROM syncguard_locks FOR UPDATE").unwrap();
+    for result in [
+        timed(|| client.extend(&granted.lock_id, TTL).map(drop)),
+        timed(|| client.release(&granted.lock_id).map(drop)),
+    ] {
+        assert!(result.0 < LIMIT + Duration::from_secs(1), "{:?}", result.0);
+        let error = result.1.expect_err("a stranger has the row");
+        assert!(chain(&error).contains("lock") && !error.is_outcome_unknown(), "{}", chain(&error));
+    }
+    // Contenders look without a lock: for them the key is simply held.
+    assert!(matches!(client.acquire("k", TTL), Ok(syncguard::AcquireResult::Locked)));
+}

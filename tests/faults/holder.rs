@@ -1,0 +1,351 @@
+//! The worker process of a storm: threads that lock, believe, write and let go, and print all of it.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use postgres::{Client, NoTls};
+use syncguard::{
+    AcquireResult, ExtendResult, Heartbeat, LockError, LockGuard, LockOptions, PgLockClient, ReleaseResult,
+};
+
+use crate::history::{MS, now};
+use crate::support::worker::{self, Parent};
+
+/// Does nothing but in a process that a storm has started.
+#[test]
+fn a_holder_outside_of_a_storm_does_nothing() {
+    worker::part("holder", run);
+}
+
+fn run(parent: &Parent) {
+    let number = |name: &str| parent.arg(name).parse::<u64>().expect("a number");
+    let operation = Duration::from_millis(number("operation"));
+    let client = PgLockClient::builder()
+        .max_connections(3)
+        .operation_timeout(operation)
+        .connection_timeout(operation)
+        .dispose_timeout(operation)
+        .auto_create_tables(false)
+        .connect(&parent.arg("url"))
+        .expect("nothing is sent yet");
+    let (stop, fenced) = (AtomicBool::new(false), number("fenced") == 1);
+    let (next, direct) = (AtomicU64::new(0), parent.arg("direct"));
+    let seed = number("seed");
+    parent.say("ready");
+    thread::scope(|scope| {
+        for n in 0..number("threads") {
+            let (client, stop, next, direct) = (&client, &stop, &next, &direct);
+            scope.spawn(move || {
+                let random =
+                    Random(seed.wrapping_mul(1000).wrapping_add(n + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
+                let mut holder =
+                    Holder { parent, client, next, direct, fenced, operation, random, sql: None };
+                while !stop.load(Ordering::SeqCst) {
+                    holder.cycle();
+                }
+            });
+        }
+        parent.hear();
+        stop.store(true, Ordering::SeqCst);
+    });
+    let closed = client.close(Duration::from_secs(5));
+    drop(client);
+    // The main thread, the test's, and the one that listens to the parent.
+    let mut threads = 0;
+    crate::support::wait::poll(Duration::from_secs(3), || {
+        threads = std::fs::read_dir("/proc/self/task").map_or(0, Iterator::count);
+        threads <= 3
+    });
+    parent.say(&format!(
+        "closed {} {threads}",
+        closed.is_ok_and(|report| report.threads_ended && report.calls == 0)
+    ));
+}
+
+/// A xorshift: the storm's choices depend on its seed alone.
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn below(&mut self, n: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 >> 11) % n.max(1)
+    }
+}
+
+struct Holder<'a> {
+    parent: &'a Parent,
+    client: &'a PgLockClient,
+    next: &'a AtomicU64,
+    direct: &'a str,
+    fenced: bool,
+    /// The limit of every single operation.
+    operation: Duration,
+    random: Random,
+    sql: Option<Client>,
+}
+
+fn failed(error: &LockError) -> String {
+    if error.is_outcome_unknown() { "unknown -".to_owned() } else { error.code().to_string() }
+}
+
+impl Holder<'_> {
+    fn cycle(&mut self) {
+        let key = match self.random.below(10) {
+            0..6 => format!("hot{}", self.random.below(3)),
+            // One that nobody has used before: there is no row and no counter.
+            _ => format!("slot{}", now() / (150 * MS)),
+        };
+        let ttl = Duration::from_millis([300, 600, 1500][usize::try_from(self.random.below(3)).unwrap_or(0)]);
+        if self.random.below(4) == 0 {
+            self.single(&key, ttl);
+        } else {
+            self.guarded(&key, ttl);
+        }
+        thread::sleep(Duration::from_millis(1 + self.random.below(12)));
+    }
+
+    /// Says that a call begins; the answer says how it ended.
+    fn op<R>(
+        &self,
+        (what, key, fence, ttl): (&str, &str, u64, Duration),
+        bound: Duration,
+        call: impl FnOnce() -> R,
+        outcome: impl FnOnce(&R) -> String,
+    ) -> R {
+        let n = self.next.fetch_add(1, Ordering::SeqCst);
+        let (ttl, bound) = (ttl.as_nanos(), bound.as_nanos());
+        self.parent.say(&format!("S {n} {what} {key} {fence} {ttl} {bound} {}", now()));
+        let result = call();
+        self.parent.say(&format!("E {n} {} {}", now(), outcome(&result)));
+        result
+    }
+
+    /// The operations without a guard.
+    fn single(&mut self, key: &str, ttl: Duration) {
+        let sent = now();
+        let result = self.op(
+            ("acquire", key, 0, ttl),
+            self.operation,
+            || self.client.acquire(key, ttl),
+            |result| match result {
+                Ok(AcquireResult::Acquired(it)) => granted(it.fence.get(), it.expires_at_ms, ttl),
+                Ok(AcquireResult::Locked) => "refused".to_owned(),
+                Err(error) if error.is_outcome_unknown() => {
+                    format!("unknown {}", self.is_there(error.lock_id().unwrap_or_default()))
+                }
+                Err(error) => failed(error),
+            },
+        );
+        let Ok(AcquireResult::Acquired(lease)) = result else { return };
+        let (fence, mut end) = (lease.fence.get(), sent + as_ns(ttl));
+        for _ in 0..self.random.below(12) {
+            if !self.believe(key, fence, ttl, || now() < end) {
+                break;
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+        if self.random.below(2) == 0 {
+            let sent = now();
+            let result = self.op(
+                ("extend", key, fence, ttl),
+                self.operation,
+                || self.client.extend(&lease.lock_id, ttl),
+                |result| extended(result, ttl),
+            );
+            if matches!(result, Ok(ExtendResult::Extended { .. })) {
+                end = end.max(sent + as_ns(ttl));
+                self.believe(key, fence, ttl, || now() < end);
+            }
+        }
+        let _ = self.op(
+            ("release", key, fence, ttl),
+            self.operation,
+            || self.client.release(&lease.lock_id),
+            released,
+        );
+    }
+
+    fn guarded(&mut self, key: &str, ttl: Duration) {
+        let heartbeat =
+            if self.random.below(4) == 0 || !self.fenced { Heartbeat::Off } else { Heartbeat::Auto };
+        let wait = self.operation * 4 / 7;
+        let options = LockOptions::new().ttl(ttl).timeout(wait).heartbeat(heartbeat);
+        let result = self.op(
+            ("acquire", key, 0, ttl),
+            wait,
+            || self.client.lock_with(key, &options),
+            |result| match result {
+                Ok(guard) => granted(guard.fence().get(), guard.expires_at_ms(), ttl),
+                Err(error) if error.is_outcome_unknown() => {
+                    format!("unknown {}", self.is_there(error.lock_id().unwrap_or_default()))
+                }
+                Err(error) => failed(error),
+            },
+        );
+        let Ok(guard) = result else { return };
+        self.hold(&guard, ttl);
+        let fence = guard.fence().get();
+        match self.random.below(12) {
+            0 => drop(guard.leak()),
+            1 => drop(guard),
+            _ => {
+                let _ = self.op(("release", key, fence, ttl), self.operation, || guard.release(), released);
+            }
+        }
+    }
+
+    /// What a holder does: looks whether it still is one, writes, extends.
+    fn hold(&mut self, guard: &LockGuard, ttl: Duration) {
+        let (key, fence) = (guard.key().to_owned(), guard.fence().get());
+        let rounds = if self.random.below(8) == 0 { 150 } else { self.random.below(20) };
+        for _ in 0..rounds {
+            if !self.believe(&key, fence, ttl, || guard.is_held()) {
+                // Late work, as of a holder that does not look: the register must refuse it.
+                self.write(guard, ttl);
+                return;
+            }
+            match self.random.below(30) {
+                0..4 => self.write(guard, ttl),
+                4 => {
+                    let call = || guard.extend(ttl);
+                    let _ = self.op(("extend", &key, fence, ttl), self.operation, call, |result| {
+                        extended(result, ttl)
+                    });
+                }
+                _ => thread::sleep(Duration::from_millis(10)),
+            }
+        }
+    }
+
+    /// The time is taken before the look, so that no pause between them makes a belief of nothing.
+    fn believe(&self, key: &str, fence: u64, ttl: Duration, holds: impl FnOnce() -> bool) -> bool {
+        let at = now();
+        let holds = holds();
+        if holds {
+            self.parent.say(&format!("H {key} {fence} {} {at}", ttl.as_nanos()));
+        }
+        holds
+    }
+
+    fn write(&mut self, guard: &LockGuard, ttl: Duration) {
+        let in_transaction = self.random.below(2) == 0;
+        let (key, fence) = (guard.key().to_owned(), guard.fence().get());
+        let register = format!("{}:{key}", if in_transaction { "T" } else { "F" });
+        // Where no fence protects, a nap that outlives lease and tolerance does the damage of a pause.
+        let longest = if self.fenced || in_transaction { 25 } else { 2500 };
+        let nap = Duration::from_millis(self.random.below(longest));
+        let mut sql = self.sql.take().or_else(|| connect(self.direct));
+        let fenced = self.fenced;
+        let call = || {
+            let sql = sql.as_mut()?;
+            Some(if in_transaction {
+                write_fenced(sql, guard, &register, nap)
+            } else {
+                write_kept(sql, &register, fence, nap, fenced)
+            })
+        };
+        let written =
+            self.op(("write", &register, fence, ttl), Duration::ZERO, call, |written| match written {
+                Some(Ok(Some(value))) => format!("ok {value}"),
+                Some(Ok(None)) => "refused".to_owned(),
+                Some(Err(_)) => "unknown -".to_owned(),
+                None => "Unconnected".to_owned(),
+            });
+        self.sql = sql.filter(|_| matches!(written, Some(Ok(_))));
+    }
+
+    /// Whether a lease of an unknown outcome is in the table.
+    fn is_there(&self, lock_id: &str) -> String {
+        let look =
+            |sql: &mut Client| sql.query("SELECT FROM syncguard_locks WHERE lock_id = $1", &[&lock_id]).ok();
+        let rows = connect(self.direct).as_mut().and_then(look);
+        rows.map_or_else(|| "-".to_owned(), |rows| (!rows.is_empty()).to_string())
+    }
+}
+
+/// A register that keeps the greatest fence it has met: also a read tells it.
+fn write_kept(
+    sql: &mut Client,
+    key: &str,
+    fence: u64,
+    nap: Duration,
+    fenced: bool,
+) -> Result<Option<u64>, postgres::Error> {
+    let fence = i64::try_from(fence).unwrap_or(i64::MAX);
+    sql.execute("INSERT INTO register (key) VALUES ($1) ON CONFLICT DO NOTHING", &[&key])?;
+    let (read, write) = if fenced {
+        (
+            "UPDATE register SET fence = $2 WHERE key = $1 AND fence <= $2 RETURNING n",
+            "UPDATE register SET n = $3, fence = $2 WHERE key = $1 AND fence <= $2 RETURNING n",
+        )
+    } else {
+        (
+            "SELECT n FROM register WHERE key = $1 AND $2::int8 > 0",
+            "UPDATE register SET n = $3, fence = $2 WHERE key = $1 RETURNING n",
+        )
+    };
+    let Some(row) = sql.query_opt(read, &[&key, &fence])? else { return Ok(None) };
+    thread::sleep(nap);
+    let value = row.get::<_, i64>(0) + 1;
+    let row = sql.query_opt(write, &[&key, &fence, &value])?;
+    Ok(row.map(|row| row.get::<_, i64>(0).unsigned_abs()))
+}
+
+/// A register without fences of its own, written in fenced transactions.
+fn write_fenced(
+    sql: &mut Client,
+    guard: &LockGuard,
+    key: &str,
+    nap: Duration,
+) -> Result<Option<u64>, postgres::Error> {
+    sql.execute("INSERT INTO register (key) VALUES ($1) ON CONFLICT DO NOTHING", &[&key])?;
+    let mut transaction = sql.transaction()?;
+    if guard.fence_transaction(&mut transaction).is_err() {
+        return Ok(None);
+    }
+    let value: i64 = transaction.query_one("SELECT n FROM register WHERE key = $1", &[&key])?.get(0);
+    thread::sleep(nap);
+    transaction.execute("UPDATE register SET n = $2 WHERE key = $1", &[&key, &(value + 1)])?;
+    transaction.commit()?;
+    Ok(Some((value + 1).unsigned_abs()))
+}
+
+fn connect(url: &str) -> Option<Client> {
+    let mut config: postgres::Config = url.parse().ok()?;
+    config.connect_timeout(Duration::from_secs(1)).application_name("register");
+    let mut client = config.connect(NoTls).ok()?;
+    client.batch_execute("SET statement_timeout = '2s'").ok()?;
+    Some(client)
+}
+
+fn as_ns(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// The server's clock at the decision is what is left of the expiry without the ttl.
+fn decided(expires_at_ms: i64, ttl: Duration) -> i64 {
+    expires_at_ms - i64::try_from(ttl.as_millis()).unwrap_or(0)
+}
+
+fn granted(fence: u64, expires_at_ms: i64, ttl: Duration) -> String {
+    format!("ok {fence} {}", decided(expires_at_ms, ttl))
+}
+
+fn extended(result: &Result<ExtendResult, LockError>, ttl: Duration) -> String {
+    match result {
+        Ok(ExtendResult::Extended { expires_at_ms }) => format!("ok 0 {}", decided(*expires_at_ms, ttl)),
+        Ok(ExtendResult::NotHeld) => "refused".to_owned(),
+        Err(error) => failed(error),
+    }
+}
+
+fn released(result: &Result<ReleaseResult, LockError>) -> String {
+    match result {
+        Ok(ReleaseResult::Released) => "ok 0".to_owned(),
+        Ok(ReleaseResult::NotHeld) => "refused".to_owned(),
+        Err(error) => failed(error),
+    }
+}

@@ -1,0 +1,150 @@
+//! Through PgBouncer in transaction mode: each transaction may run on another server connection.
+//!
+//! Needs `pgbouncer`, which `scripts/test` installs.
+
+use std::fs;
+use std::net::{TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::Duration;
+
+use syncguard::contract::Harness;
+use syncguard::{LockBackend, LockOptions, PgLockClient};
+
+use crate::support::account::Account;
+use crate::support::{self, LIMIT, TestSchema, together, wait_until};
+
+struct Bouncer {
+    process: Child,
+    dir: PathBuf,
+    port: u16,
+}
+
+impl Bouncer {
+    /// `ignored` are the startup parameters that it lets pass unread; it refuses others.
+    fn start(ignored: &str) -> Self {
+        let program = [
+            "/usr/sbin/pgbouncer",
+            "/usr/bin/pgbouncer",
+            "/usr/local/bin/pgbouncer",
+            "/opt/homebrew/bin/pgbouncer",
+        ];
+        let program = program.iter().find(|path| Path::new(path).is_file());
+        let program =
+            program.expect("pgbouncer is not installed: apt-get install pgbouncer, or run scripts/test");
+        let account = Account::find().unwrap();
+        let dir = account.temp_dir().unwrap().join(format!("syncguard-bouncer-{}", support::unique()));
+        let made = account.command("mkdir").arg(&dir).status().unwrap();
+        assert!(made.success());
+        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let text = format!(
+            "[databases]\n* = host=127.0.0.1 port={} user=postgres\n[pgbouncer]\nlisten_addr = 127.0.0.1\nlisten_port = {port}\nunix_socket_dir =\n\
+             auth_type = any\npool_mode = transaction\ndefault_pool_size = 4\nmax_client_conn = 200\nlogfile = {}\n\
+             ignore_startup_parameters = {ignored}\n",
+            support::server().port(),
+            dir.join("log").display()
+        );
+        let ini = dir.join("ini");
+        fs::write(&ini, text).unwrap();
+        let mut command = account.command(program);
+        command.arg(&ini).current_dir("/").stdout(Stdio::null()).stderr(Stdio::null());
+        let process = command.spawn().unwrap();
+        wait_until(LIMIT, "pgbouncer takes connections", || TcpStream::connect(("127.0.0.1", port)).is_ok());
+        Self { process, dir, port }
+    }
+
+    /// The search path cannot be chosen through a pooler: the builder's `schema` is.
+    fn client(&self, schema: &TestSchema) -> PgLockClient {
+        let user = "user=postgres dbname=postgres host=127.0.0.1";
+        PgLockClient::builder().schema(schema.name()).connect(&format!("{user} port={}", self.port)).unwrap()
+    }
+}
+
+impl Drop for Bouncer {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+        let _ = Command::new("rm").arg("-rf").arg(&self.dir).status();
+    }
+}
+
+/// The contract's way behind the client: straight to the server.
+struct Through<'a> {
+    client: PgLockClient,
+    schema: &'a TestSchema,
+}
+
+impl Through<'_> {
+    fn sql<T: postgres::types::FromSqlOwned>(
+        &self,
+        sql: &str,
+        args: &[&(dyn postgres::types::ToSql + Sync)],
+    ) -> Option<T> {
+        self.schema.client().query_opt(sql, args).unwrap().map(|row| row.get(0))
+    }
+}
+
+impl Harness for Through<'_> {
+    fn backend(&self) -> Arc<dyn LockBackend> {
+        Arc::new(self.client.clone())
+    }
+
+    fn now_ms(&self) -> i64 {
+        self.sql("SELECT floor(extract(epoch FROM clock_timestamp()) * 1000)::int8", &[]).unwrap()
+    }
+
+    fn age(&self, key: &str, past_expiry_ms: i64) {
+        let to = self.now_ms() - past_expiry_ms;
+        let sql = "UPDATE syncguard_locks SET expires_at_ms = $2 WHERE key = $1";
+        assert_eq!(self.schema.client().execute(sql, &[&key, &to]).unwrap(), 1, "there is no row to age");
+    }
+
+    fn has_row(&self, key: &str) -> bool {
+        self.sql::<i32>("SELECT 1 FROM syncguard_locks WHERE key = $1", &[&key]).is_some()
+    }
+
+    fn remove_row(&self, key: &str) {
+        self.schema.client().execute("DELETE FROM syncguard_locks WHERE key = $1", &[&key]).unwrap();
+    }
+
+    fn counter(&self, key: &str) -> Option<u64> {
+        let sql = "SELECT fence FROM syncguard_fence_counters WHERE fence_key = 'fence:' || $1";
+        self.sql::<i64>(sql, &[&key]).map(i64::unsigned_abs)
+    }
+
+    fn set_counter(&self, key: &str, value: u64) {
+        let sql = "INSERT INTO syncguard_fence_counters (fence_key, fence) VALUES ('fence:' || $1, $2) \
+                   ON CONFLICT (fence_key) DO UPDATE SET fence = EXCLUDED.fence";
+        self.schema.client().execute(sql, &[&key, &value.cast_signed()]).unwrap();
+    }
+}
+
+#[test]
+fn the_contract_holds_through_a_transaction_pooler() {
+    let bouncer = Bouncer::start("extra_float_digits,options");
+    let schema = support::schema();
+    syncguard::contract::run_all(&Through { client: bouncer.client(&schema), schema: &schema });
+}
+
+#[test]
+fn guards_exclude_each_other_and_are_renewed_through_a_transaction_pooler() {
+    // It refuses the settings that our sessions would begin with: they are stated in each transaction.
+    let bouncer = Bouncer::start("extra_float_digits");
+    let schema = support::schema();
+    let clients: Vec<_> = (0..3).map(|_| bouncer.client(&schema)).collect();
+    let inside = std::sync::atomic::AtomicU32::new(0);
+    let options = LockOptions::new().ttl(Duration::from_secs(1)).timeout(LIMIT);
+    together(6, |n| {
+        for _ in 0..10 {
+            let guard = clients[n % 3].lock_with("k", &options).unwrap();
+            assert_eq!(inside.fetch_add(1, std::sync::atomic::Ordering::SeqCst), 0);
+            inside.fetch_sub(1, std::sync::atomic::Ordering::SeqCst);
+            guard.release().unwrap();
+        }
+    });
+    let guard = clients[0].lock_with("renewed", &options).unwrap();
+    let first = guard.expires_at_ms();
+    wait_until(LIMIT, "it is renewed beyond its first ttl", || guard.expires_at_ms() > first + 1000);
+    assert!(guard.is_held());
+}

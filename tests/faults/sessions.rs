@@ -1,0 +1,201 @@
+//! What others do to our sessions and tables, servers that only read, and failover.
+
+use std::fs;
+use std::time::Duration;
+
+use postgres::NoTls;
+use syncguard::{AcquireResult, ErrorCode, PgLockClient};
+
+use crate::support::account::Account;
+use crate::support::{self, Config, LIMIT, Server, Stop, wait_until};
+
+const TTL: Duration = Duration::from_secs(30);
+
+fn grant(client: &PgLockClient, key: &str) -> syncguard::Acquired {
+    match client.acquire(key, TTL) {
+        Ok(AcquireResult::Acquired(granted)) => granted,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn discard_all_on_a_shared_connection_changes_nothing() {
+    let schema = support::schema();
+    let manager = r2d2_postgres::PostgresConnectionManager::new(schema.config(), NoTls);
+    let pool = r2d2::Pool::builder().max_size(2).min_idle(Some(1)).build(manager).unwrap();
+    let client = PgLockClient::builder().build(pool.clone()).unwrap();
+    for n in 0..10 {
+        let granted = grant(&client, "k");
+        let mut both = [pool.get().unwrap(), pool.get().unwrap()];
+        for connection in &mut both {
+            connection.batch_execute("DISCARD ALL").unwrap();
+        }
+        drop(both);
+        assert_eq!(granted.fence.get(), n + 1);
+        assert!(client.release(&granted.lock_id).is_ok());
+    }
+}
+
+#[test]
+fn tables_that_are_made_anew_are_used_by_connections_that_knew_the_old_ones() {
+    let schema = support::schema();
+    let client = PgLockClient::connect(&schema.url()).unwrap();
+    let mut sql = schema.client();
+    for _ in 0..3 {
+        let granted = grant(&client, "k");
+        assert!(client.owns(&granted.lock_id).unwrap());
+        sql.batch_execute("DROP TABLE syncguard_locks, syncguard_fence_counters").unwrap();
+        let error = client.acquire("k", TTL).expect_err("there are no tables");
+        assert_eq!(error.code(), ErrorCode::InvalidArgument, "{error}");
+        assert!(!error.is_outcome_unknown());
+        PgLockClient::connect(&schema.url()).unwrap();
+        assert!(!client.owns(&granted.lock_id).unwrap());
+    }
+}
+
+/// A physical standby of this server.
+fn standby_of(primary: &Server, name: &str) -> Standby {
+    let account = Account::find().unwrap();
+    let dir = primary.dir().join(name);
+    let mut copy = account.command(primary.bindir().join("pg_basebackup"));
+    copy.args(["-R", "-X", "stream", "--checkpoint=fast", "--no-sync", "-D"]).arg(&dir);
+    copy.args(["-d", &format!("{}?application_name={name}", primary.url())]).current_dir("/");
+    let output = copy.output().expect("pg_basebackup starts");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    // A port of its own, beside the primary's.
+    let port = (primary.port() + 1..primary.port() + 200)
+        .find(|port| std::net::TcpListener::bind(("127.0.0.1", *port)).is_ok())
+        .expect("a free port");
+    let standby = Standby { account, bindir: primary.bindir().to_owned(), dir, port };
+    let options = format!("-p {port} -k {} -c listen_addresses=127.0.0.1", primary.dir().display());
+    standby.ctl(&["start", "-w", "-l", &standby.dir.join("standby.log").to_string_lossy(), "-o", &options]);
+    standby
+}
+
+struct Standby {
+    account: Account,
+    bindir: std::path::PathBuf,
+    dir: std::path::PathBuf,
+    port: u16,
+}
+
+impl Standby {
+    fn url(&self) -> String {
+        format!("postgresql://postgres@127.0.0.1:{}/postgres", self.port)
+    }
+
+    fn ctl(&self, args: &[&str]) {
+        let mut command = self.account.command(self.bindir.join("pg_ctl"));
+        command.args(args).arg("-s").arg("-D").arg(&self.dir).current_dir("/");
+        // The server inherits our output, and would keep a pipe of it open.
+        command.stdout(std::process::Stdio::null()).stderr(std::process::Stdio::null());
+        assert!(command.status().expect("pg_ctl starts").success(), "{args:?}: {}", self.log());
+    }
+
+    fn log(&self) -> String {
+        fs::read_to_string(self.dir.join("standby.log")).unwrap_or_default()
+    }
+}
+
+impl Drop for Standby {
+    fn drop(&mut self) {
+        let mut command = self.account.command(self.bindir.join("pg_ctl"));
+        let _ =
+            command.args(["stop", "-s", "-m", "immediate", "-D"]).arg(&self.dir).current_dir("/").status();
+    }
+}
+
+/// The one statement that makes fences grow again after an asynchronous failover: run it before any
+/// client is let in, with a number greater than all grants that can have been lost.
+const RAISE: &str = "UPDATE syncguard_fence_counters SET fence = fence + 1000000";
+
+#[test]
+fn a_server_that_only_reads_is_said_to_be_one() {
+    let primary = Server::start(&Config::new());
+    drop(PgLockClient::connect(primary.url()).unwrap());
+    let standby = standby_of(&primary, "reader");
+    let client = PgLockClient::builder().auto_create_tables(false).connect(&standby.url()).unwrap();
+    let error = client.acquire("k", TTL).expect_err("it cannot write");
+    assert_eq!(error.code(), ErrorCode::ServiceUnavailable, "{error}");
+    assert!(!error.is_outcome_unknown(), "{error}");
+    assert!(client.is_locked("k").is_ok(), "it can be read");
+    drop(client);
+}
+
+#[test]
+fn no_fence_repeats_when_a_synchronous_standby_takes_over_under_load() {
+    let primary = Server::start(&Config::new());
+    let client = PgLockClient::connect(primary.url()).unwrap();
+    let standby = standby_of(&primary, "twin");
+    primary.configure("synchronous_standby_names", "twin");
+    wait_until(LIMIT, "the standby is synchronous", || {
+        let sql = "SELECT count(*) FROM pg_stat_replication WHERE sync_state = 'sync'";
+        primary.client().query_one(sql, &[]).unwrap().get::<_, i64>(0) == 1
+    });
+    let greatest = std::thread::scope(|scope| {
+        let load: Vec<_> = (0..3)
+            .map(|n| {
+                let client = client.clone();
+                scope.spawn(move || {
+                    let (key, mut last) = (format!("k{n}"), 0);
+                    // Until the primary is away.
+                    while let Ok(AcquireResult::Acquired(granted)) = client.acquire(&key, TTL) {
+                        last = granted.fence.get();
+                        let _ = client.release(&granted.lock_id);
+                    }
+                    last
+                })
+            })
+            .collect();
+        std::thread::sleep(Duration::from_millis(700));
+        primary.stop(Stop::Immediate);
+        load.into_iter().map(|load| load.join().unwrap()).collect::<Vec<_>>()
+    });
+    standby.ctl(&["promote", "-w"]);
+    let promoted = PgLockClient::connect(&standby.url()).unwrap();
+    for (n, last) in greatest.into_iter().enumerate() {
+        assert!(last > 0, "there was load");
+        let key = format!("k{n}");
+        // Whoever held it may still: the release need not have reached the standby.
+        promoted.operator().break_lock(&key, "test").unwrap();
+        let granted = grant(&promoted, &key);
+        assert!(granted.fence.get() > last, "{} after {last}", granted.fence);
+    }
+    drop(promoted);
+    drop(client);
+}
+
+#[test]
+fn an_asynchronous_failover_repeats_fences_until_the_counters_are_raised() {
+    let primary = Server::start(&Config::new());
+    let client = PgLockClient::connect(primary.url()).unwrap();
+    let first = grant(&client, "k");
+    let _ = client.release(&first.lock_id);
+    let standby = standby_of(&primary, "behind");
+    // The standby stops to receive, as one that is far behind.
+    let mut sql = postgres::Client::connect(&standby.url(), NoTls).unwrap();
+    sql.batch_execute("ALTER SYSTEM SET primary_conninfo = ''").unwrap();
+    sql.batch_execute("SELECT pg_reload_conf()").unwrap();
+    wait_until(LIMIT, "nothing is received any more", || {
+        primary.client().query_one("SELECT count(*) FROM pg_stat_replication", &[]).unwrap().get::<_, i64>(0)
+            == 0
+    });
+    let lost: Vec<_> = (0..5)
+        .map(|_| {
+            let granted = grant(&client, "k");
+            let _ = client.release(&granted.lock_id);
+            granted.fence
+        })
+        .collect();
+    primary.stop(Stop::Immediate);
+    standby.ctl(&["promote", "-w"]);
+    let promoted = PgLockClient::connect(&standby.url()).unwrap();
+    let repeated = grant(&promoted, "k");
+    assert!(lost.contains(&repeated.fence), "what can happen: a fence that somebody has already");
+    let _ = promoted.release(&repeated.lock_id);
+    postgres::Client::connect(&standby.url(), NoTls).unwrap().batch_execute(RAISE).unwrap();
+    let raised = grant(&promoted, "k");
+    assert!(lost.iter().all(|fence| raised.fence > *fence));
+    drop(promoted);
+    drop(client);
+}

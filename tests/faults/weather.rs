@@ -1,0 +1,272 @@
+//! The faults of a storm: how each is brought about, and undone.
+
+use std::thread;
+use std::time::Duration;
+
+use postgres::{Client, NoTls};
+
+use crate::history::{Blocked, MS, Pause, now};
+use crate::holder::Random;
+use crate::storm::{Crew, lock};
+use crate::support::cluster::setting;
+use crate::support::{Action, Network, Proxy, Server, Stop};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    Messages,
+    SlowAnswers,
+    Mute,
+    Refusing,
+    KillHolder,
+    StopHolder,
+    CrashServer,
+    Terminate,
+    Cancel,
+    FreezeServer,
+    LockTable,
+    LockRow,
+    MaxConnections,
+    RoleSettings,
+    NoStandby,
+    Suspend,
+    /// For a control: answers to acquires that take longer than any ttl and the tolerance.
+    LateReplies,
+}
+
+pub const ALL: [Fault; 16] = [
+    Fault::Messages,
+    Fault::KillHolder,
+    Fault::StopHolder,
+    Fault::CrashServer,
+    Fault::Terminate,
+    Fault::Mute,
+    Fault::LockRow,
+    Fault::Cancel,
+    Fault::SlowAnswers,
+    Fault::NoStandby,
+    Fault::FreezeServer,
+    Fault::LockTable,
+    Fault::Refusing,
+    Fault::MaxConnections,
+    Fault::RoleSettings,
+    Fault::Suspend,
+];
+
+impl Fault {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Messages => "single messages cut, delayed, swallowed, late",
+            Self::SlowAnswers => "answers later than the ttl",
+            Self::Mute => "network mute, then all arrives",
+            Self::Refusing => "all connections cut, new ones refused",
+            Self::KillHolder => "SIGKILL of a holder",
+            Self::StopHolder => "SIGSTOP of a holder",
+            Self::CrashServer => "server stopped at once and started",
+            Self::Terminate => "pg_terminate_backend",
+            Self::Cancel => "pg_cancel_backend",
+            Self::FreezeServer => "server silent (SIGSTOP of all its processes)",
+            Self::LockTable => "ACCESS EXCLUSIVE lock on the table",
+            Self::LockRow => "a stranger holds a row past its expiry",
+            Self::MaxConnections => "max_connections reached",
+            Self::RoleSettings => "hostile settings of the role",
+            Self::NoStandby => "absent synchronous standby",
+            Self::LateReplies => "answers later than ttl and tolerance",
+            Self::Suspend => "holders and server stopped together",
+        }
+    }
+}
+
+pub struct Weather<'a> {
+    server: &'a Server,
+    proxy: &'a Proxy,
+    random: Random,
+    pub windows: Vec<(Fault, u64, u64)>,
+    pub pauses: Vec<Pause>,
+    pub blocked: Vec<Blocked>,
+}
+
+fn ms(n: u64) -> Duration {
+    Duration::from_millis(n)
+}
+
+impl<'a> Weather<'a> {
+    pub fn new(server: &'a Server, proxy: &'a Proxy, random: Random) -> Self {
+        Self { server, proxy, random, windows: Vec::new(), pauses: Vec::new(), blocked: Vec::new() }
+    }
+
+    /// Brings it about, lets it last, undoes it, and leaves a moment of calm.
+    pub fn inject(&mut self, fault: Fault, crew: &mut Crew<'_>) {
+        let from = now();
+        let lasting = self.random.below(1000);
+        match fault {
+            Fault::Messages => self.messages(),
+            Fault::SlowAnswers => self.slow_answers(200, 680),
+            Fault::LateReplies => self.slow_answers(1400, 2400),
+            Fault::Mute => {
+                self.proxy.network(Network::Mute);
+                thread::sleep(ms(300 + lasting));
+                self.proxy.network(Network::Open);
+            }
+            Fault::Refusing => {
+                self.proxy.network(Network::Refusing);
+                self.proxy.cut_all();
+                thread::sleep(ms(300 + lasting));
+                self.proxy.network(Network::Open);
+            }
+            Fault::KillHolder => {
+                crew.kill(usize::try_from(self.random.below(crew.members.len() as u64)).unwrap_or(0));
+                thread::sleep(ms(lasting));
+            }
+            Fault::StopHolder => self.stop_holder(crew, ms(200 + 3 * lasting)),
+            Fault::CrashServer => {
+                self.server.restart(if lasting < 800 { Stop::Immediate } else { Stop::Kill });
+                thread::sleep(ms(200));
+            }
+            Fault::Terminate => self.each_backend("pg_terminate_backend", lasting),
+            Fault::Cancel => self.each_backend("pg_cancel_backend", lasting),
+            Fault::FreezeServer => {
+                self.server.freeze();
+                thread::sleep(ms(300 + lasting));
+                self.server.thaw();
+            }
+            Fault::LockTable => {
+                let mut sql = self.server.client();
+                let _ = sql.batch_execute("BEGIN; LOCK TABLE syncguard_locks IN ACCESS EXCLUSIVE MODE");
+                thread::sleep(ms(300 + lasting));
+            }
+            Fault::LockRow => self.lock_row(),
+            Fault::MaxConnections => {
+                let open: Vec<Client> =
+                    std::iter::from_fn(|| Client::connect(self.server.url(), NoTls).ok()).take(100).collect();
+                // New ones are refused; those that are open go on.
+                self.proxy.cut_all();
+                thread::sleep(ms(200 + lasting));
+                drop(open);
+            }
+            Fault::RoleSettings => self.role_settings(ms(500 + lasting)),
+            Fault::NoStandby => {
+                self.server.configure("synchronous_standby_names", "nobody");
+                thread::sleep(ms(200 + lasting));
+                self.server.configure("synchronous_standby_names", "");
+            }
+            Fault::Suspend => self.suspend(crew, ms(500 + 2 * lasting)),
+        }
+        self.windows.push(crate::storm::window(fault, from));
+        thread::sleep(ms(150));
+    }
+
+    fn messages(&mut self) {
+        let mut random = Random(self.random.below(u64::MAX) | 1);
+        self.proxy.on_query(move |_| {
+            if random.below(12) > 0 {
+                return Action::Pass;
+            }
+            let n = usize::try_from(random.below(300)).unwrap_or(0);
+            match random.below(8) {
+                0 => Action::CutQueryAt(n),
+                1 => Action::CutNow,
+                2 | 3 => Action::CutAnswerAt(n),
+                4 => Action::SwallowAnswer,
+                5 => Action::DelayQuery(ms(random.below(900))),
+                6 => Action::DelayAnswer(ms(random.below(900))),
+                _ => Action::Zombie(Some(ms(100 + random.below(1500)))),
+            }
+        });
+        thread::sleep(ms(2000));
+        self.proxy.pass_all();
+    }
+
+    /// What was granted is known so late that the lease is over, or about to be.
+    fn slow_answers(&mut self, least: u64, most: u64) {
+        let mut random = Random(self.random.below(u64::MAX) | 1);
+        self.proxy.on_query(move |sql| {
+            if sql.contains("EXECUTE sg_acquire") && random.below(3) == 0 {
+                Action::DelayAnswer(ms(least + random.below(most - least)))
+            } else {
+                Action::Pass
+            }
+        });
+        thread::sleep(ms(2500));
+        self.proxy.pass_all();
+    }
+
+    fn stop_holder(&mut self, crew: &Crew<'_>, lasting: Duration) {
+        let member =
+            &crew.members[usize::try_from(self.random.below(crew.members.len() as u64)).unwrap_or(0)];
+        let from = now();
+        lock(&member.worker).signal("STOP");
+        thread::sleep(lasting);
+        lock(&member.worker).signal("CONT");
+        // A stopped process needs a moment to be scheduled again.
+        self.pauses.push(Pause { process: member.process, from, to: now() + 20 * MS });
+    }
+
+    fn suspend(&mut self, crew: &Crew<'_>, lasting: Duration) {
+        let from = now();
+        self.server.freeze();
+        for member in &crew.members {
+            lock(&member.worker).signal("STOP");
+        }
+        thread::sleep(lasting);
+        self.server.thaw();
+        for member in &crew.members {
+            lock(&member.worker).signal("CONT");
+        }
+        let to = now() + 20 * MS;
+        self.pauses.extend(crew.members.iter().map(|member| Pause { process: member.process, from, to }));
+    }
+
+    fn each_backend(&mut self, function: &str, lasting: u64) {
+        let mut sql = self.server.client();
+        // Those that wait for something or work, and now and then all.
+        let only = if lasting < 500 { "state <> 'idle'" } else { "true" };
+        let query = format!(
+            "SELECT {function}(pid) FROM pg_stat_activity WHERE application_name = 'syncguard' AND {only} AND random() < 0.5"
+        );
+        for _ in 0..30 {
+            let _ = sql.batch_execute(&query);
+            thread::sleep(ms(30));
+        }
+    }
+
+    /// Holds the row of a hot key until its lease is over, tolerance included.
+    fn lock_row(&mut self) {
+        let clock = "SELECT floor(extract(epoch FROM clock_timestamp()) * 1000)::int8";
+        for _ in 0..3 {
+            let mut sql = self.server.client();
+            let mut transaction = sql.transaction().expect("the server answers");
+            let found = transaction.query_opt(
+                "SELECT key, expires_at_ms FROM syncguard_locks WHERE key LIKE 'hot%' \
+                 AND expires_at_ms > extract(epoch FROM clock_timestamp()) * 1000 ORDER BY random() LIMIT 1 FOR UPDATE SKIP LOCKED",
+                &[],
+            );
+            let Ok(Some(row)) = found else { continue };
+            let from_ms: i64 = transaction.query_one(clock, &[]).expect("the server answers").get(0);
+            thread::sleep(ms(500));
+            let to_ms: i64 = transaction.query_one(clock, &[]).expect("the server answers").get(0);
+            self.blocked.push(Blocked { key: row.get(0), from_ms, to_ms });
+            drop(transaction);
+        }
+    }
+
+    fn role_settings(&mut self, lasting: Duration) {
+        const HOSTILE: [(&str, &str); 6] = [
+            ("default_transaction_isolation", "serializable"),
+            ("statement_timeout", "40ms"),
+            ("lock_timeout", "5ms"),
+            ("idle_in_transaction_session_timeout", "10ms"),
+            ("idle_session_timeout", "60ms"),
+            ("synchronous_commit", "off"),
+        ];
+        let mut sql = self.server.client();
+        for (name, value) in HOSTILE {
+            // Not every version has every setting.
+            let _ =
+                sql.batch_execute(&format!("ALTER DATABASE postgres SET {}", setting(name, value).trim()));
+        }
+        self.proxy.cut_all();
+        thread::sleep(lasting);
+        let _ = sql.batch_execute("ALTER DATABASE postgres RESET ALL");
+        self.proxy.cut_all();
+    }
+}

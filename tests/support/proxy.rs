@@ -1,0 +1,383 @@
+//! A TCP proxy in front of a server that knows where the protocol's messages begin and end.
+//!
+//! For every simple query (`Q`) that a client sends, a rule says what becomes of it and of its answer:
+//! cut before, cut within, cut after any number of bytes of the answer, delayed, swallowed, or held
+//! back and delivered after the client has gone (a *zombie*). Beside that the whole network can be
+//! mute (bytes wait, and arrive when it is open again) or refuse connections.
+//!
+//! The protocol's framing: <https://www.postgresql.org/docs/current/protocol-overview.html>.
+
+use std::collections::{BTreeMap, HashMap};
+use std::io::{self, Read as _, Write as _};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// What becomes of one query.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Action {
+    Pass,
+    /// This many bytes of the query reach the server, then both sides are cut. Zero: none does.
+    CutQueryAt(usize),
+    /// The query reaches the server, and both sides are cut at once.
+    CutNow,
+    /// The server answers in full, the client gets this many bytes of it, then both sides are cut.
+    CutAnswerAt(usize),
+    /// The server answers, the client hears nothing, and the connection stays open.
+    SwallowAnswer,
+    DelayQuery(Duration),
+    DelayAnswer(Duration),
+    /// The client is cut, and the query arrives after this time; `None`: when the gate opens.
+    Zombie(Option<Duration>),
+}
+
+impl Action {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Pass => "pass",
+            Self::CutQueryAt(_) => "connection cut within the query",
+            Self::CutNow => "connection cut behind the query",
+            Self::CutAnswerAt(_) => "connection cut within the answer",
+            Self::SwallowAnswer => "answer swallowed",
+            Self::DelayQuery(_) => "query delayed",
+            Self::DelayAnswer(_) => "answer delayed",
+            Self::Zombie(_) => "query arrives after its client has gone",
+        }
+    }
+}
+
+/// The state of the whole network.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Network {
+    Open,
+    /// Bytes and connection attempts wait.
+    Mute,
+    /// New connections are closed at once.
+    Refusing,
+}
+
+type Rule = Box<dyn FnMut(&str) -> Action + Send>;
+
+/// Dropping it cuts everything.
+pub struct Proxy {
+    port: u16,
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    server: u16,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+struct State {
+    rule: Option<Rule>,
+    network: Network,
+    gate_open: bool,
+    closing: bool,
+    next: u64,
+    open: HashMap<u64, (TcpStream, TcpStream)>,
+    counts: BTreeMap<&'static str, u64>,
+    last_answer: usize,
+    zombies_over: u64,
+}
+
+/// What is to be done with the answer that is under way.
+enum Answer {
+    Pass,
+    /// Collected up to its end.
+    CutAt(usize, Vec<u8>),
+    Swallow,
+    Delay(Duration),
+    /// Of a zombie: nobody listens.
+    Unheard,
+}
+
+impl Proxy {
+    /// In front of the server on this local port.
+    pub fn start(server: u16) -> Self {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).expect("a free port");
+        let port = listener.local_addr().expect("a bound socket has an address").port();
+        let state = State {
+            rule: None,
+            network: Network::Open,
+            gate_open: false,
+            closing: false,
+            next: 0,
+            open: HashMap::new(),
+            counts: BTreeMap::new(),
+            last_answer: 0,
+            zombies_over: 0,
+        };
+        let inner = Arc::new(Inner { server, state: Mutex::new(state), changed: Condvar::new() });
+        let there = Arc::clone(&inner);
+        thread::spawn(move || accept(&listener, &there));
+        Self { port, inner }
+    }
+
+    /// A URL of the server, led through here.
+    pub fn url(&self, server_url: &str) -> String {
+        server_url.replace(&format!("127.0.0.1:{}", self.inner.server), &format!("127.0.0.1:{}", self.port))
+    }
+
+    /// From now on this decides about each query, by its text.
+    pub fn on_query(&self, rule: impl FnMut(&str) -> Action + Send + 'static) {
+        self.inner.state().rule = Some(Box::new(rule));
+    }
+
+    /// Applies the action to the next query that contains `text`, once.
+    pub fn once(&self, text: &str, action: Action) {
+        let (text, mut left) = (text.to_owned(), true);
+        self.on_query(move |sql| {
+            if left && sql.contains(&text) {
+                left = false;
+                action
+            } else {
+                Action::Pass
+            }
+        });
+    }
+
+    pub fn pass_all(&self) {
+        self.inner.state().rule = None;
+    }
+
+    pub fn network(&self, network: Network) {
+        self.inner.state().network = network;
+        self.inner.changed.notify_all();
+    }
+
+    /// Lets the zombies walk.
+    pub fn open_gate(&self) {
+        self.inner.state().gate_open = true;
+        self.inner.changed.notify_all();
+    }
+
+    /// How many zombies have been answered, or met a closed connection.
+    pub fn zombies_over(&self) -> u64 {
+        self.inner.state().zombies_over
+    }
+
+    /// Cuts all open connections.
+    pub fn cut_all(&self) {
+        for (client, server) in self.inner.state().open.values() {
+            let _ = client.shutdown(Shutdown::Both);
+            let _ = server.shutdown(Shutdown::Both);
+        }
+    }
+
+    /// The size of the last answer that was cut.
+    pub fn last_answer(&self) -> usize {
+        self.inner.state().last_answer
+    }
+
+    /// How often each action was carried out.
+    pub fn counts(&self) -> BTreeMap<&'static str, u64> {
+        self.inner.state().counts.clone()
+    }
+
+    pub fn count(&self) -> u64 {
+        self.inner.state().counts.values().sum()
+    }
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        self.inner.state().closing = true;
+        self.inner.changed.notify_all();
+        self.cut_all();
+        let _ = TcpStream::connect(("127.0.0.1", self.port));
+    }
+}
+
+impl Inner {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits while the network is mute.
+    fn wait_for_network(&self) {
+        let mut state = self.state();
+        while state.network == Network::Mute && !state.closing {
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    fn wait_for_gate(&self, limit: Option<Duration>) {
+        let end = limit.map(|limit| Instant::now() + limit);
+        let mut state = self.state();
+        while !state.gate_open && !state.closing {
+            let left =
+                end.map_or(Duration::from_secs(3600), |end| end.saturating_duration_since(Instant::now()));
+            if left.is_zero() {
+                return;
+            }
+            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    fn decide(&self, sql: &str) -> Action {
+        let mut state = self.state();
+        let action = state.rule.as_mut().map_or(Action::Pass, |rule| rule(sql));
+        if action != Action::Pass {
+            *state.counts.entry(action.name()).or_default() += 1;
+        }
+        action
+    }
+}
+
+fn accept(listener: &TcpListener, inner: &Arc<Inner>) {
+    for client in listener.incoming() {
+        if inner.state().closing {
+            return;
+        }
+        let Ok(client) = client else { continue };
+        if inner.state().network == Network::Refusing {
+            continue;
+        }
+        let there = Arc::clone(inner);
+        thread::spawn(move || {
+            there.wait_for_network();
+            let Ok(server) = TcpStream::connect(("127.0.0.1", there.server)) else { return };
+            let _ = serve(&there, client, &server);
+        });
+    }
+}
+
+fn serve(inner: &Arc<Inner>, client: TcpStream, server: &TcpStream) -> io::Result<()> {
+    client.set_nodelay(true)?;
+    server.set_nodelay(true)?;
+    let id = {
+        let mut state = inner.state();
+        state.next += 1;
+        let id = state.next;
+        state.open.insert(id, (client.try_clone()?, server.try_clone()?));
+        id
+    };
+    let answer = Arc::new(Mutex::new(Answer::Pass));
+    let back = {
+        let (inner, answer) = (Arc::clone(inner), Arc::clone(&answer));
+        let (client, server) = (client.try_clone()?, server.try_clone()?);
+        thread::spawn(move || {
+            let _ = pump_answers(&inner, server, &client, &answer);
+            let _ = client.shutdown(Shutdown::Both);
+        })
+    };
+    let outcome = pump_queries(inner, client, server, &answer);
+    let _ = server.shutdown(Shutdown::Write);
+    let _ = back.join();
+    inner.state().open.remove(&id);
+    outcome
+}
+
+/// From client to server; returns when the client has gone and all it said is delivered.
+fn pump_queries(
+    inner: &Inner,
+    mut client: TcpStream,
+    mut server: &TcpStream,
+    answer: &Mutex<Answer>,
+) -> io::Result<()> {
+    let set = |what| *answer.lock().unwrap_or_else(PoisonError::into_inner) = what;
+    let cut = |client: &TcpStream| {
+        let _ = client.shutdown(Shutdown::Both);
+        let _ = server.shutdown(Shutdown::Both);
+        Ok(())
+    };
+    let mut first = true;
+    loop {
+        let frame = read_frame(&mut client, first)?;
+        first = false;
+        inner.wait_for_network();
+        if frame.first() != Some(&b'Q') {
+            server.write_all(&frame)?;
+            continue;
+        }
+        let sql = String::from_utf8_lossy(frame.get(5..).unwrap_or_default()).into_owned();
+        match inner.decide(&sql) {
+            Action::Pass => set(Answer::Pass),
+            Action::CutQueryAt(n) => {
+                server.write_all(frame.get(..n.min(frame.len() - 1)).unwrap_or_default())?;
+                return cut(&client);
+            }
+            Action::CutNow => {
+                set(Answer::Swallow);
+                server.write_all(&frame)?;
+                return cut(&client);
+            }
+            Action::CutAnswerAt(n) => set(Answer::CutAt(n, Vec::new())),
+            Action::SwallowAnswer => set(Answer::Swallow),
+            Action::DelayQuery(delay) => {
+                set(Answer::Pass);
+                thread::sleep(delay);
+            }
+            Action::DelayAnswer(delay) => set(Answer::Delay(delay)),
+            Action::Zombie(delay) => {
+                set(Answer::Unheard);
+                let _ = client.shutdown(Shutdown::Both);
+                inner.wait_for_gate(delay);
+                if server.write_all(&frame).is_err() {
+                    inner.state().zombies_over += 1;
+                }
+                return Ok(());
+            }
+        }
+        server.write_all(&frame)?;
+    }
+}
+
+/// From server to client; returns when the server has gone.
+fn pump_answers(
+    inner: &Inner,
+    mut server: TcpStream,
+    mut client: &TcpStream,
+    answer: &Mutex<Answer>,
+) -> io::Result<()> {
+    loop {
+        let frame = read_frame(&mut server, false);
+        inner.wait_for_network();
+        let mut answer = answer.lock().unwrap_or_else(PoisonError::into_inner);
+        if matches!(*answer, Answer::Unheard) && frame.as_ref().is_ok_and(|frame| frame[0] == b'Z')
+            || frame.is_err()
+        {
+            if matches!(*answer, Answer::Unheard) {
+                inner.state().zombies_over += 1;
+            }
+            return frame.map(drop);
+        }
+        let frame = frame?;
+        match &mut *answer {
+            Answer::Pass => client.write_all(&frame)?,
+            Answer::CutAt(n, so_far) => {
+                so_far.extend_from_slice(&frame);
+                if frame.first() == Some(&b'Z') {
+                    client.write_all(so_far.get(..*n).unwrap_or(so_far))?;
+                    inner.state().last_answer = so_far.len();
+                    let _ = client.shutdown(Shutdown::Both);
+                    return server.shutdown(Shutdown::Both);
+                }
+            }
+            Answer::Swallow | Answer::Unheard => {}
+            Answer::Delay(delay) => {
+                let delay = *delay;
+                *answer = Answer::Pass;
+                drop(answer);
+                thread::sleep(delay);
+                client.write_all(&frame)?;
+            }
+        }
+    }
+}
+
+/// One message: a type byte (not in a client's first) and a length that counts itself.
+fn read_frame(stream: &mut TcpStream, first: bool) -> io::Result<Vec<u8>> {
+    let head = if first { 4 } else { 5 };
+    let mut frame = vec![0; head];
+    stream.read_exact(&mut frame)?;
+    let mut length = [0; 4];
+    length.copy_from_slice(&frame[head - 4..]);
+    let body = (u32::from_be_bytes(length) as usize).saturating_sub(4);
+    frame.resize(head + body, 0);
+    stream.read_exact(&mut frame[head..])?;
+    Ok(frame)
+}
