@@ -6,11 +6,13 @@ use super::*;
 fn probe(place: &Place) {
     let schema = place.schema.name();
     place.stored.run(&format!(
-        "CREATE TABLE probe (what text, durable text, isolation text, read_only text, path text); \
+        "CREATE TABLE probe (what text, durable text, isolation text, read_only text, path text, limits text); \
          GRANT INSERT ON probe TO PUBLIC; \
          CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN \
            INSERT INTO {schema}.probe VALUES (TG_TABLE_NAME || ' ' || TG_OP, current_setting('synchronous_commit'), \
-             current_setting('transaction_isolation'), current_setting('transaction_read_only'), current_setting('search_path')); \
+             current_setting('transaction_isolation'), current_setting('transaction_read_only'), current_setting('search_path'), \
+             (current_setting('lock_timeout') <> '0' AND current_setting('statement_timeout') <> '0')::text || ' ' || \
+             (current_setting('idle_in_transaction_session_timeout') <> '0')::text); \
            RETURN NULL; END $$; \
          CREATE CONSTRAINT TRIGGER noted AFTER INSERT OR UPDATE OR DELETE ON syncguard_locks \
            DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION note(); \
@@ -113,5 +115,21 @@ fn an_attempt_that_is_asked_for_again_commits_as_durably() {
         assert_eq!(client.attempt(&attempt, &token(two)).unwrap(), first);
         // It writes: a transaction that only reads would not wait for a standby.
         assert_eq!(commits(&place), ["syncguard_locks UPDATE on"]);
+    }
+}
+
+#[test]
+fn every_wait_in_the_server_is_bounded_there_and_a_pause_between_two_messages_too() {
+    let place = place();
+    probe(&place);
+    for two in FORMS {
+        let key = place.key(&format!("{two}"));
+        let grant = LockBackend::acquire(&place.client, &key, TTL, &token(two)).unwrap().acquired().unwrap();
+        LockBackend::extend(&place.client, &grant.lock_id, TTL, &token(two)).unwrap();
+        LockBackend::release(&place.client, &grant.lock_id, &token(two)).unwrap();
+        let row = place.stored.one("SELECT count(*), array_agg(DISTINCT limits) FROM probe", &[]);
+        assert_eq!(row.get::<_, i64>(0), 4);
+        assert_eq!(row.get::<_, Vec<String>>(1), [format!("true {two}")], "locks and statements, pauses");
+        place.stored.run("DELETE FROM probe");
     }
 }
