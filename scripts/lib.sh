@@ -65,7 +65,7 @@ apt_install() {
         as_root apt-get update -qq >&2
         APT_FRESH=yes
     fi
-    as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >&2
+    as_root env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get install -y -qq --no-install-recommends "$@" >&2
 }
 
 ensure_rust() {
@@ -116,6 +116,16 @@ ensure_postgres() {
     as_root tee "$conf" <"$kept" >/dev/null
     rm -f "$kept"
     find_postgres >/dev/null || die "PostgreSQL was installed and its server is not found"
+}
+
+# What single tests need: headers for TLS, a real pooler, a client that fetches other servers.
+ensure_test_tools() {
+    local missing=()
+    have pkg-config || missing+=(pkg-config)
+    [ -e /usr/include/openssl/ssl.h ] || have brew || missing+=(libssl-dev)
+    have pgbouncer || [ -x /usr/sbin/pgbouncer ] || missing+=(pgbouncer)
+    if [ ${#missing[@]} -gt 0 ] && have apt-get; then apt_install "${missing[@]}"; fi
+    [ ${#VERSIONS[@]} -eq 0 ] || have npm || apt_install npm
 }
 
 # --- a throwaway server ----------------------------------------------------------------------

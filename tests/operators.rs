@@ -66,7 +66,9 @@ fn waiters_are_the_sessions_in_a_keys_queue_and_whom_they_wait_for() {
             Call::start(name, move || client.acquire(&key, TTL))
         })
         .collect();
-    calls.iter().for_each(|call| call.wait_until_blocked(&place.stored));
+    for call in &calls {
+        call.wait_until_blocked(&place.stored);
+    }
     let operator = place.client.operator();
     for (key, name) in [&key, &other].into_iter().zip(&names) {
         let waiters = operator.waiters(key).unwrap();

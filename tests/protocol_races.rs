@@ -223,7 +223,9 @@ fn the_ttl_counts_from_the_end_of_the_wait() {
             })
         })
         .collect();
-    calls.iter().for_each(|call| call.wait_until_blocked(&place.stored));
+    for call in &calls {
+        call.wait_until_blocked(&place.stored);
+    }
     // Longer than the ttl: a lease counted from before the wait would be over.
     place.wait_for(place.stored.now_ms() + 3_000);
     let freed_at = place.stored.now_ms();
@@ -278,7 +280,9 @@ fn an_extend_that_waited_past_the_end_of_its_lease_does_not_revive_it() {
             Call::start(&name, move || LockBackend::extend(&client, &id, TTL, &token(two_messages)))
         })
         .collect();
-    calls.iter().for_each(|call| call.wait_until_blocked(&place.stored));
+    for call in &calls {
+        call.wait_until_blocked(&place.stored);
+    }
     let expires = before.iter().map(|row| row.expires_at_ms).max().unwrap();
     place.wait_for(expires + 1_500);
     holder.batch_execute("ROLLBACK").unwrap();

@@ -155,9 +155,13 @@ fn time_limits_of_the_role_do_not_cut_a_wait_short() {
             })
         })
         .collect();
-    calls.iter().for_each(|call| call.wait_until_blocked(&place.stored));
+    for call in &calls {
+        call.wait_until_blocked(&place.stored);
+    }
     place.wait_for(place.stored.now_ms() + 1_300);
-    calls.iter().for_each(|call| call.wait_until_blocked(&place.stored));
+    for call in &calls {
+        call.wait_until_blocked(&place.stored);
+    }
     stalled.batch_execute("COMMIT").unwrap();
     for call in calls {
         call.join().unwrap();

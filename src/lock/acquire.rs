@@ -40,11 +40,7 @@ pub(super) fn try_lock(client: &LockClient, key: &Arc<str>, plan: &Plan) -> Resu
     let _entered = engine.enter()?;
     let end = engine.call_deadline(Moment::NEVER);
     prepare(engine, plan, end, &merged.token)?;
-    match attempt(client, key, plan, end, &merged.token) {
-        // Somebody's lock was in the way for the whole time of the call.
-        Err(error) if error.is_contention() && !error.is_outcome_unknown() => Ok(None),
-        outcome => outcome,
-    }
+    attempt(client, key, plan, end, &merged.token)
 }
 
 /// Waits for the lock.

@@ -158,7 +158,8 @@ impl LockClient {
     ///
     /// # Errors
     ///
-    /// As [`lock_with`](Self::lock_with), without `AcquisitionTimeout`.
+    /// As [`lock_with`](Self::lock_with), without `AcquisitionTimeout`. A table, a row or a number
+    /// that another session keeps locked for the whole time of the call is an error, not `None`.
     ///
     /// # Blocking
     ///

@@ -24,6 +24,9 @@ use crate::postgres::statement::{Backend, LOCKS_FIRST, Memo, Message, Statement}
 /// How much later than the server's limits the client gives up.
 pub(crate) const GRACE: Duration = Duration::from_millis(100);
 
+/// How much later than the call's own end the limits of a settled session may end a wait.
+const LATE_MS: u64 = 300;
+
 /// How long a ROLLBACK may take before the connection is closed instead.
 const ROLLBACK_LIMIT: Duration = Duration::from_secs(1);
 
@@ -228,8 +231,8 @@ impl<'a> Session<'a> {
 
     fn states(&self, transaction: &str) -> String {
         let left = self.millis_left();
-        // A limit that is a little late does no harm: the client's own deadline is exact.
-        if self.settled_ms.is_some_and(|limit| left >= limit - limit / 10) {
+        // A limit that is a little late does no harm: where it can be, the client's own is exact.
+        if self.settled_ms.is_some_and(|limit| left >= limit - (limit / 10).min(LATE_MS)) {
             return String::new();
         }
         // No sequential scan: a plan made while the table was tiny would keep it when it has grown.

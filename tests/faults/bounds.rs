@@ -21,7 +21,8 @@ fn chain(error: &LockError) -> String {
     let mut text = format!("{}: {error}", error.code());
     let mut next = error.source();
     while let Some(cause) = next {
-        text += &format!(": {cause}");
+        text.push_str(": ");
+        text.push_str(&cause.to_string());
         next = cause.source();
     }
     text
@@ -171,7 +172,6 @@ fn a_table_that_a_stranger_has_locked() {
     let mut stranger = schema.client();
     stranger.batch_execute("BEGIN; LOCK TABLE syncguard_locks IN ACCESS EXCLUSIVE MODE").unwrap();
     all_in_time("a locked table", &client, &["55P03"], true);
-    assert!(client.try_lock("k").is_err(), "nobody has said that the key is held");
     // Nobody has given up on a server process that goes on waiting.
     let waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database() \
                    AND query LIKE '%' || $1 || '%'";

@@ -207,7 +207,9 @@ fn late(history: &History, found: &mut Vec<Violation>) {
 
 fn unlocked(history: &History, found: &mut Vec<Violation>) {
     let mut blocked: BTreeMap<&str, Vec<&Blocked>> = by_key(history.blocked.iter(), |blocked| &blocked.key);
-    blocked.values_mut().for_each(|list| list.sort_by_key(|blocked| blocked.from_ms));
+    for list in blocked.values_mut() {
+        list.sort_by_key(|blocked| blocked.from_ms);
+    }
     for op in &history.ops {
         let Outcome::Ok { decided_ms: at @ 1.., .. } = op.outcome else { continue };
         let Some(list) = blocked.get(op.key.as_str()) else { continue };

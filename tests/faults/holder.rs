@@ -169,7 +169,8 @@ impl Holder<'_> {
     }
 
     fn guarded(&mut self, key: &str, ttl: Duration) {
-        let heartbeat = if self.random.below(4) == 0 { Heartbeat::Off } else { Heartbeat::Auto };
+        let heartbeat =
+            if self.random.below(4) == 0 || !self.fenced { Heartbeat::Off } else { Heartbeat::Auto };
         let wait = self.operation * 4 / 7;
         let options = LockOptions::new().ttl(ttl).timeout(wait).heartbeat(heartbeat);
         let result = self.op(
@@ -233,8 +234,9 @@ impl Holder<'_> {
         let in_transaction = self.random.below(2) == 0;
         let (key, fence) = (guard.key().to_owned(), guard.fence().get());
         let register = format!("{}:{key}", if in_transaction { "T" } else { "F" });
-        // Where fences do not protect, there is time for the damage.
-        let nap = Duration::from_millis(self.random.below(if self.fenced { 25 } else { 400 }));
+        // Where no fence protects, a nap that outlives lease and tolerance does the damage of a pause.
+        let longest = if self.fenced || in_transaction { 25 } else { 2500 };
+        let nap = Duration::from_millis(self.random.below(longest));
         let mut sql = self.sql.take().or_else(|| connect(self.direct));
         let fenced = self.fenced;
         let call = || {

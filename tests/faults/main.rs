@@ -28,7 +28,7 @@ mod zombies;
 
 /// How long the random part runs.
 fn seconds() -> u64 {
-    std::env::var("SYNCGUARD_FAULT_SECONDS").ok().and_then(|text| text.parse().ok()).unwrap_or(60)
+    std::env::var("SYNCGUARD_FAULT_SECONDS").ok().and_then(|text| text.parse().ok()).unwrap_or(45)
 }
 
 /// Whether there is time to try every byte.

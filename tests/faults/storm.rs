@@ -106,7 +106,9 @@ impl<'a> Crew<'a> {
         for mut member in self.over.into_iter().chain(self.members) {
             let lines = member.reader.take().expect("taken once").join().expect("a reader does not fail");
             let mut reader = Reader::new(member.process);
-            lines.iter().for_each(|line| reader.line(line, history));
+            for line in &lines {
+                reader.line(line, history);
+            }
             reader.end(history);
             if killed.contains(&member.process) {
                 continue;

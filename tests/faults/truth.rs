@@ -44,8 +44,8 @@ impl Bench {
     }
 
     /// The client as it is, or one with a token, which takes two messages.
-    fn form(&self, token: &Option<CancelToken>) -> PgLockClient {
-        token.as_ref().map_or_else(|| self.client.clone(), |token| self.client.cancellable(token))
+    fn form(&self, token: Option<&CancelToken>) -> PgLockClient {
+        token.map_or_else(|| self.client.clone(), |token| self.client.cancellable(token))
     }
 
     /// Sees to a connection that is open and has everything prepared.
@@ -93,7 +93,8 @@ fn an_acquire_that_is_cut_anywhere_answers_with_the_truth() {
             let key = format!("acquire:{n}");
             bench.warm();
             bench.proxy.once(message, action);
-            let granted = bench.form(&token).acquire(&key, TTL).expect("the network was only cut once");
+            let granted =
+                bench.form(token.as_ref()).acquire(&key, TTL).expect("the network was only cut once");
             let AcquireResult::Acquired(granted) = granted else {
                 panic!("{message} {action:?}: nobody else is there")
             };
@@ -118,7 +119,8 @@ fn an_extend_that_is_cut_anywhere_answers_with_the_truth() {
             let granted =
                 bench.client.acquire(&key, TTL).expect("all is well").acquired().expect("it is free");
             bench.proxy.once(message, action);
-            let extended = bench.form(&token).extend(&granted.lock_id, TTL * 2).expect("only cut once");
+            let extended =
+                bench.form(token.as_ref()).extend(&granted.lock_id, TTL * 2).expect("only cut once");
             let ExtendResult::Extended { expires_at_ms } = extended else {
                 panic!("{message} {action:?}: it is held")
             };
@@ -145,7 +147,7 @@ fn a_release_that_is_cut_anywhere_answers_with_the_truth() {
             let granted =
                 bench.client.acquire(&key, TTL).expect("all is well").acquired().expect("it is free");
             bench.proxy.once(message, action);
-            match bench.form(&token).release(&granted.lock_id) {
+            match bench.form(token.as_ref()).release(&granted.lock_id) {
                 Ok(ReleaseResult::Released) => {}
                 // It was committed, the answer was lost, and the second try finds nothing.
                 Err(error) if error.is_outcome_unknown() => {
@@ -188,7 +190,7 @@ fn an_acquire_whose_network_stays_away_is_unknown_unless_it_certainly_changed_no
                 }
                 if down { Action::CutQueryAt(0) } else { Action::Pass }
             });
-            let result = bench.form(&token).acquire(&key, TTL);
+            let result = bench.form(token.as_ref()).acquire(&key, TTL);
             let error = result.expect_err("no answer can have come");
             if message == "EXECUTE sg_hold" {
                 assert!(

@@ -157,7 +157,7 @@ fn expect(kind: Kind, State { row, counter, held }: State, effect: &Effect) {
     assert_eq!(effect.waited, held == Held::Row && may_wait, "only for a row that matters: {what}");
     match kind {
         Kind::Acquire if free && held == Held::Counter => {
-            assert_eq!(effect.answer, Ok("None".into()), "{what}")
+            assert_eq!(effect.answer, Ok("None".into()), "{what}");
         }
         Kind::Acquire if free && full => {
             assert_eq!(effect.answer, Err((ErrorCode::Internal, false)), "{what}");

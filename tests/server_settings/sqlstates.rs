@@ -158,7 +158,7 @@ fn a_server_without_free_connections_is_a_limited_rate_and_one_that_ends_is_unav
             Err(error) => break error,
         }
     };
-    assert_eq!(refused.code().map(|state| state.code()), Some("53300"));
+    assert_eq!(refused.code().map(postgres::error::SqlState::code), Some("53300"));
     let late = ordinary.connect(PgLockClient::builder()).unwrap_err();
     assert_eq!(late.code(), RateLimited, "{late:?}");
     assert!(client.acquire("a", TTL).unwrap().acquired().is_some(), "who has a connection keeps it");

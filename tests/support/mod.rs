@@ -27,7 +27,8 @@
 #![allow(
     clippy::needless_pass_by_value,
     clippy::struct_excessive_bools,
-    clippy::redundant_closure_for_method_calls
+    clippy::redundant_closure_for_method_calls,
+    clippy::unused_self
 )]
 #![allow(clippy::indexing_slicing, clippy::missing_panics_doc)]
 

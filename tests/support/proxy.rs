@@ -240,12 +240,12 @@ fn accept(listener: &TcpListener, inner: &Arc<Inner>) {
         thread::spawn(move || {
             there.wait_for_network();
             let Ok(server) = TcpStream::connect(("127.0.0.1", there.server)) else { return };
-            let _ = serve(&there, client, server);
+            let _ = serve(&there, client, &server);
         });
     }
 }
 
-fn serve(inner: &Arc<Inner>, client: TcpStream, server: TcpStream) -> io::Result<()> {
+fn serve(inner: &Arc<Inner>, client: TcpStream, server: &TcpStream) -> io::Result<()> {
     client.set_nodelay(true)?;
     server.set_nodelay(true)?;
     let id = {
@@ -264,7 +264,7 @@ fn serve(inner: &Arc<Inner>, client: TcpStream, server: TcpStream) -> io::Result
             let _ = client.shutdown(Shutdown::Both);
         })
     };
-    let outcome = pump_queries(inner, client, &server, &answer);
+    let outcome = pump_queries(inner, client, server, &answer);
     let _ = server.shutdown(Shutdown::Write);
     let _ = back.join();
     inner.state().open.remove(&id);

@@ -15,7 +15,7 @@ impl Role {
     /// May do everything in this schema, and nothing elsewhere.
     pub fn new(schema: &TestSchema) -> Self {
         let role = Self::without_rights(schema);
-        role.admin(schema, &format!("GRANT USAGE, CREATE ON SCHEMA {} TO {}", schema.name(), role.name));
+        admin(schema, &format!("GRANT USAGE, CREATE ON SCHEMA {} TO {}", schema.name(), role.name));
         role
     }
 
@@ -24,7 +24,7 @@ impl Role {
         let name = format!("role_{}", super::unique());
         config.user(&name);
         let role = Self { name, config };
-        role.admin(schema, &format!("CREATE ROLE {} LOGIN", role.name));
+        admin(schema, &format!("CREATE ROLE {} LOGIN", role.name));
         role
     }
 
@@ -34,7 +34,7 @@ impl Role {
 
     /// A default for the sessions that begin from now on.
     pub fn set(&self, schema: &TestSchema, setting: &str, value: &str) {
-        self.admin(schema, &format!("ALTER ROLE {} SET {setting} TO {value}", self.name));
+        admin(schema, &format!("ALTER ROLE {} SET {setting} TO {value}", self.name));
     }
 
     /// Connects as this role, with the schema as its search path.
@@ -52,10 +52,6 @@ impl Role {
     pub fn connect(&self, builder: PgLockClientBuilder) -> Result<PgLockClient> {
         builder.connect_with(self.config(), NoTls)
     }
-
-    fn admin(&self, schema: &TestSchema, sql: &str) {
-        schema.client().batch_execute(sql).unwrap_or_else(|error| panic!("{sql}: {error:?}"));
-    }
 }
 
 impl Drop for Role {
@@ -68,4 +64,8 @@ impl Drop for Role {
                 .batch_execute(&format!("SET lock_timeout = '2s'; DROP OWNED BY {name}; DROP ROLE {name}"));
         }
     }
+}
+
+fn admin(schema: &TestSchema, sql: &str) {
+    schema.client().batch_execute(sql).unwrap_or_else(|error| panic!("{sql}: {error:?}"));
 }

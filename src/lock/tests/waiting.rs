@@ -284,7 +284,8 @@ fn a_wake_up_from_outside_ends_the_pause_and_costs_no_retry() {
     let client = client(&fake);
     let waiter = thread::spawn({
         let client = client.clone();
-        move || client.lock_with("k", &LockOptions::new().wait_forever().max_retries(1).retry_delay(s(3600)))
+        let options = LockOptions::new().wait_forever().max_retries(1).retry_delay(s(3600));
+        move || client.lock_with("k", &options.wake_ups(false))
     });
     eventually("it waits", || fake.count("attempt") == 1);
     for n in 2..6 {
