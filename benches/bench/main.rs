@@ -4,7 +4,7 @@
 //! missed. The server is a throwaway one with fsync on.
 #![allow(clippy::unwrap_used, clippy::cast_precision_loss, clippy::print_stdout)]
 
-#[path = "../tests/support/mod.rs"]
+#[path = "../../tests/support/mod.rs"]
 #[allow(unused_imports)]
 mod support;
 
