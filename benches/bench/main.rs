@@ -5,7 +5,6 @@
 #![allow(clippy::unwrap_used, clippy::cast_precision_loss, clippy::print_stdout)]
 
 #[path = "../../tests/support/mod.rs"]
-#[allow(unused_imports)]
 mod support;
 
 mod line;
