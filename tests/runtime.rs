@@ -71,6 +71,34 @@ fn a_blocking_call_in_an_async_function_is_refused_and_says_what_to_do() {
 }
 
 #[test]
+fn a_blocking_call_on_a_callers_pool_is_refused_in_the_same_way() {
+    let schema = support::schema();
+    for (flavour, runtime) in runtimes() {
+        let app = format!("refused-{flavour}-{}", schema.name());
+        let client = busy_client(&schema, &app, true);
+        let guard = client.lock("held").unwrap();
+        let id = guard.lock_id().to_owned();
+        let inside = client.clone();
+        let errors = run(&runtime, move || {
+            [
+                inside.acquire("k", TTL).unwrap_err(),
+                inside.release(&id).unwrap_err(),
+                inside.is_locked("k").unwrap_err(),
+                inside.lock("k").unwrap_err(),
+                inside.cancellable(&syncguard::CancelToken::new()).acquire("k", TTL).unwrap_err(),
+                guard.release().unwrap_err(),
+            ]
+        });
+        for error in errors {
+            assert_eq!(error.code(), ErrorCode::InvalidArgument, "{flavour}: {error:?}");
+            assert!(error.to_string().contains("spawn_blocking"), "{error}");
+        }
+        wait_until_released(&mut schema.client(), "held");
+        assert!(!client.is_locked("k").unwrap());
+    }
+}
+
+#[test]
 fn everything_works_inside_spawn_blocking() {
     let schema = support::schema();
     let client = client(&schema);

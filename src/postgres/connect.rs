@@ -145,11 +145,21 @@ pub(crate) fn guard_runtime<R>(call: impl FnOnce() -> R) -> Result<R> {
     if !in_runtime() {
         return Ok(call());
     }
-    std::panic::catch_unwind(std::panic::AssertUnwindSafe(call)).map_err(|_| {
-        LockError::invalid(
-            "a blocking call inside an async runtime: move it to tokio::task::spawn_blocking or to a thread",
-        )
-    })
+    std::panic::catch_unwind(std::panic::AssertUnwindSafe(call)).map_err(|_| blocked_in_runtime())
+}
+
+/// Finds out beforehand, for a call that must not begin where the driver would panic: a pool's test
+/// of a connection drops the connection while that panic unwinds, whose `Drop` then panics as well,
+/// and the process aborts. Waiting for nothing panics where the driver would, and holds nothing.
+pub(crate) fn check_runtime() -> Result<()> {
+    let Ok(handle) = tokio::runtime::Handle::try_current() else { return Ok(()) };
+    std::panic::catch_unwind(|| handle.block_on(async {})).map_err(|_| blocked_in_runtime())
+}
+
+fn blocked_in_runtime() -> LockError {
+    LockError::invalid(
+        "a blocking call inside an async runtime: move it to tokio::task::spawn_blocking or to a thread",
+    )
 }
 
 trait Open: Send + Sync {

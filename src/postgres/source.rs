@@ -9,7 +9,7 @@ use r2d2::{ManageConnection, PooledConnection};
 
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
-use crate::postgres::connect::{Connector, drop_client, guard_runtime, rest};
+use crate::postgres::connect::{Connector, check_runtime, drop_client, guard_runtime, rest};
 use crate::postgres::link::Link;
 use crate::postgres::pool::{Lent, Pool};
 use crate::postgres::statement::Memo;
@@ -72,6 +72,7 @@ impl Source {
             Operations::Own(pool) => pool.get(end, cancel).map(Connection::Own),
             Operations::Foreign { pool, canceller } => loop {
                 cancel.check()?;
+                check_runtime()?;
                 let time = rest(end);
                 let wait = if cancel.is_never() { time } else { time.min(SLICE) };
                 match pool.lend(wait) {
