@@ -335,26 +335,32 @@ fn extend(tables: &Tables) -> String {
     )
 }
 
-/// Many leases at once. Rows are locked in the order of their keys, so that two batches cannot
-/// deadlock, and a busy row is skipped, so that it cannot hold the others up. Answers per lease:
-/// its place, the new expiry, whether its row was locked, and id and fence of the key's row now.
+/// Many leases at once. A busy row is skipped: it cannot hold the others up, and two batches cannot
+/// deadlock. Answers per lease: its place, the new expiry, whether its row was locked, and id and
+/// fence of the key's row now.
+///
+/// Every step reads the one before it once and looks rows up by an index: nothing is joined to
+/// another list of the batch. The planner takes an array for ten elements, and a join of two such
+/// lists for cheap, however it is done: five hundred leases took it ten times as long.
 fn renew(tables: &Tables) -> String {
     let (locks, alive) = (&tables.locks, live("cur.expires_at_ms", "t.now"));
     format!(
-        "WITH want AS MATERIALIZED (\
-           SELECT * FROM ROWS FROM (pg_catalog.unnest($1), pg_catalog.unnest($2), pg_catalog.unnest($3)) \
-             WITH ORDINALITY AS w (key, lock_id, ttl, place)), \
-         cur AS MATERIALIZED (\
-           SELECT l.key, l.lock_id, l.expires_at_ms FROM {locks} AS l \
-           WHERE l.lock_id {EQ} ANY ($2) ORDER BY l.key FOR UPDATE SKIP LOCKED), \
+        "WITH cur AS MATERIALIZED (\
+           SELECT want.place, want.key AS wanted, want.lock_id, want.ttl, c.key, c.expires_at_ms \
+           FROM ROWS FROM (pg_catalog.unnest($1), pg_catalog.unnest($2), pg_catalog.unnest($3)) \
+             WITH ORDINALITY AS want (key, lock_id, ttl, place) \
+           LEFT JOIN LATERAL (\
+             SELECT l.key, l.expires_at_ms FROM {locks} AS l \
+             WHERE l.lock_id {EQ} want.lock_id FOR UPDATE OF l SKIP LOCKED) AS c ON true), \
          t AS MATERIALIZED (\
            SELECT {CLOCK} AS now FROM (SELECT {COUNT} AS n FROM cur) AS a WHERE a.n {GE} 0::pg_catalog.int8), \
          u AS (\
-           UPDATE {locks} AS l SET expires_at_ms = t.now {PLUS} want.ttl FROM cur, want, t \
-           WHERE want.lock_id {EQ} cur.lock_id AND l.key {EQ} cur.key AND l.lock_id {EQ} cur.lock_id AND {alive} \
-           RETURNING l.lock_id, l.expires_at_ms) \
-         SELECT want.place, u.expires_at_ms, cur.lock_id IS NOT NULL, l.lock_id, l.fence FROM want \
-           LEFT JOIN u ON u.lock_id {EQ} want.lock_id LEFT JOIN cur ON cur.lock_id {EQ} want.lock_id \
-           LEFT JOIN {locks} AS l ON l.key {EQ} want.key"
+           UPDATE {locks} AS l SET expires_at_ms = t.now {PLUS} cur.ttl FROM cur, t \
+           WHERE l.key {EQ} cur.key AND l.lock_id {EQ} cur.lock_id AND {alive} \
+           RETURNING cur.place, l.expires_at_ms) \
+         SELECT u.place, u.expires_at_ms, true, NULL::pg_catalog.text, NULL::pg_catalog.text FROM u \
+         UNION ALL \
+         SELECT cur.place, NULL, cur.key IS NOT NULL, l.lock_id, l.fence FROM cur CROSS JOIN t \
+           LEFT JOIN {locks} AS l ON l.key {EQ} cur.wanted WHERE cur.key IS NULL OR NOT {alive}"
     )
 }
