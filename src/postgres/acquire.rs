@@ -18,6 +18,8 @@
 
 use std::time::{Duration, Instant};
 
+use postgres::SimpleQueryRow;
+
 use crate::backend::{AcquireResult, Acquired};
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
@@ -25,7 +27,7 @@ use crate::model::fence::{FENCE_MAX, Fence};
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::model::lock_id::LockId;
 use crate::model::time::{TIME_TOLERANCE_MS, Ttl, is_live};
-use crate::postgres::error::Trouble;
+use crate::postgres::error::{Trouble, is_all_or_nothing};
 use crate::postgres::session::{Answers, GRACE, Session, int, malformed, required, text};
 use crate::postgres::statement::{Arg, Message, push_quoted};
 use crate::postgres::{Fault, Located, PostgresBackend};
@@ -176,8 +178,32 @@ impl<'a> Acquire<'a> {
         ]
     }
 
-    /// One message, one round trip.
+    /// One message, one round trip, unless the key is neither plainly free nor plainly held.
     fn one_message(&self, session: &mut Session<'_>, at: &Located) -> Result<Round, Trouble> {
+        let statements = &at.statements;
+        let message = Message::new()
+            .raw(session.prelude())
+            .call(&statements.queue, &[Arg::Text(&self.storage_key)])
+            .call(&statements.acquire_absent, &self.grant_args());
+        let answers = match session.commit(&message) {
+            Err(trouble) if is_all_or_nothing(&trouble) => return Ok(Round::Locked),
+            other => other?,
+        };
+        if let Some(row) = answers.row(0)? {
+            if let Some(granted) = granted(row)? {
+                return Ok(granted);
+            }
+            let (expires_at_ms, now_ms) = (required(int(row, 0)?)?, required(int(row, 3)?)?);
+            let mine = text(row, 4)? == Some(self.lock_id.as_str());
+            if !mine && is_live(expires_at_ms, now_ms, TIME_TOLERANCE_MS) {
+                return Ok(Round::Locked);
+            }
+        }
+        self.careful_message(session, at)
+    }
+
+    /// The whole decision in one message.
+    fn careful_message(&self, session: &mut Session<'_>, at: &Located) -> Result<Round, Trouble> {
         let statements = &at.statements;
         let message = Message::new()
             .raw(session.prelude())
@@ -188,7 +214,7 @@ impl<'a> Acquire<'a> {
             other => other?,
         };
         let row = required(answers.row(0)?)?;
-        if let Some(granted) = granted(&answers, 0)? {
+        if let Some(granted) = granted(row)? {
             return Ok(granted);
         }
         match (required(int(row, 3)?)?, required(int(row, 4)?)?) {
@@ -218,7 +244,7 @@ impl<'a> Acquire<'a> {
             Step::Grant => Message::new().call(&statements.grant, &self.grant_args()),
         };
         match session.commit(&write.raw("COMMIT")) {
-            Ok(answers) => Ok(required(granted(&answers, 1)?)?),
+            Ok(answers) => Ok(required(granted(required(answers.row(1)?)?)?)?),
             Err(trouble) if is_all_or_nothing(&trouble) => Ok(Round::Locked),
             Err(trouble) => Err(trouble),
         }
@@ -287,20 +313,13 @@ fn decide(seen: &Seen, lock_id: &str) -> Step {
 }
 
 /// The grant in a statement's answer `(expiry, fence, …)`.
-fn granted(answers: &Answers, from_last: usize) -> Result<Option<Round>> {
-    let row = required(answers.row(from_last)?)?;
+fn granted(row: &SimpleQueryRow) -> Result<Option<Round>> {
     let (Some(expires_at_ms), Some(fence)) = (int(row, 0)?, text(row, 1)?) else { return Ok(None) };
     let fence: Fence = fence.parse().map_err(|error| malformed().with_source(error))?;
     if fence.get() > FENCE_MAX {
         return Err(fence_exhausted());
     }
     Ok(Some(Round::Granted { expires_at_ms, fence }))
-}
-
-/// Whether the message failed itself because the counter would have been raised for nothing:
-/// somebody who does not queue has taken the row in between.
-fn is_all_or_nothing(trouble: &Trouble) -> bool {
-    matches!(trouble, Trouble::Refused(error) if error.sqlstate() == Some("22012"))
 }
 
 fn fence_exhausted() -> LockError {
