@@ -129,6 +129,7 @@ pub(crate) struct SessionLocks(Arc<Inner>);
 struct Inner {
     postgres: Arc<PostgresBackend>,
     crew: Arc<Crew>,
+    statements: Arc<sql::Statements>,
     /// Whether the self-test has passed.
     proven: AtomicBool,
     dispose_timeout: Duration,
@@ -140,8 +141,9 @@ impl SessionLocks {
         operation_timeout: Duration,
         dispose_timeout: Duration,
     ) -> Self {
-        let crew = Crew::new(operation_timeout);
-        Self(Arc::new(Inner { postgres, crew, proven: AtomicBool::new(false), dispose_timeout }))
+        let statements = Arc::new(sql::Statements::new());
+        let crew = Crew::new(operation_timeout, Arc::clone(&statements));
+        Self(Arc::new(Inner { postgres, crew, statements, proven: AtomicBool::new(false), dispose_timeout }))
     }
 
     pub(crate) fn try_lock(

@@ -34,7 +34,7 @@ pub(super) fn let_go(
     let now = Instant::now();
     let end = now.checked_add(limit).unwrap_or(now + Duration::from_secs(3600));
     let mut session = Session::new(connection, end, &never);
-    let answer = sql::unlock(&mut session, &hold.key, hold.shared, hold.before.as_deref());
+    let answer = sql::unlock(&mut session, &crew.statements, &hold.key, hold.shared, hold.before.as_deref());
     let result = match answer {
         Ok((pid, true)) if pid == hold.pid => {
             session.finish();
@@ -75,7 +75,8 @@ pub(super) fn run(crew: &Arc<Crew>) {
                 crew.progress.notify_all();
                 return;
             }
-            drop(crew.session_bell.wait_timeout(board, rest));
+            // A lock that comes does not ring: this thread looks as often as it would at that lock.
+            drop(crew.session_bell.wait_timeout(board, rest.min(LOOK_EVERY)));
             continue;
         }
         idle_since = None;

@@ -33,6 +33,8 @@ pub(crate) struct Pool {
 struct State {
     idle: Vec<Idle>,
     open: u32,
+    /// How many wait for one to come back: without any, nobody has to be called.
+    waiting: u32,
     closed: bool,
 }
 
@@ -108,7 +110,9 @@ impl Pool {
                 cancel.check()?;
                 continue;
             }
+            state.waiting += 1;
             state = self.free.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            state.waiting -= 1;
             if cancel.is_cancelled() {
                 // This waiter may have eaten the wake-up of another.
                 self.free.notify_one();
@@ -222,8 +226,11 @@ impl Drop for Lent {
         }
         let mut state = self.pool.state();
         state.open = state.open.saturating_sub(1);
+        let awaited = state.waiting > 0;
         drop(state);
-        self.pool.free.notify_one();
+        if awaited {
+            self.pool.free.notify_one();
+        }
     }
 }
 
