@@ -9,7 +9,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -19,7 +19,7 @@ use crate::advisory::sql::Statements;
 use crate::advisory::{AdvisoryLost, monitor, session};
 use crate::error::{ErrorCode, LockError, Result};
 use crate::model::time::{Clock, Moment};
-use crate::postgres::Connection;
+use crate::postgres::{Connection, PostgresBackend};
 
 /// How long the threads stay when the last guard is gone, so that a row of short locks does not
 /// start them again and again.
@@ -36,6 +36,8 @@ pub(super) struct Crew {
     /// How long letting go may take when nobody said otherwise.
     pub(super) limit: Duration,
     pub(super) statements: Arc<Statements>,
+    /// Where the connections are from; a guard may outlive it.
+    pub(super) postgres: Weak<PostgresBackend>,
     board: Mutex<Board>,
     pub(super) monitor_bell: Condvar,
     pub(super) session_bell: Condvar,
@@ -72,12 +74,17 @@ pub(super) enum Stage {
 }
 
 impl Crew {
-    pub(super) fn new(limit: Duration, statements: Arc<Statements>) -> Arc<Self> {
+    pub(super) fn new(
+        limit: Duration,
+        statements: Arc<Statements>,
+        postgres: Weak<PostgresBackend>,
+    ) -> Arc<Self> {
         Arc::new(Self {
             clock: Clock::system(),
             queue: Arc::default(),
             limit,
             statements,
+            postgres,
             board: Mutex::default(),
             monitor_bell: Condvar::new(),
             session_bell: Condvar::new(),

@@ -7,7 +7,7 @@ use std::time::Duration;
 use crate::advisory::key::AdvisoryKey;
 use crate::error::Result;
 use crate::postgres::{
-    Answers, Arg, Message, Session, Statement, Trouble, flag, int, malformed, required, text,
+    Answers, Arg, Message, Session, SessionTimer, Statement, Trouble, flag, int, malformed, required, text,
 };
 
 /// The longest `idle_session_timeout`: PostgreSQL's settings are 32-bit numbers.
@@ -26,18 +26,16 @@ pub(super) struct Grant {
 /// of them in one round trip, with its first try.
 pub(super) struct Statements {
     tries: [Statement; 4],
+    /// The same where the session's timer runs already.
+    timed_tries: [Statement; 4],
     unlocks: [Statement; 4],
 }
 
 impl Statements {
     pub(super) fn new() -> Self {
         Self {
-            tries: [
-                Statement::new("try", ONE, try_text("pg_try_advisory_lock", "$1", "$2")),
-                Statement::new("try", TWO, try_text("pg_try_advisory_lock", TWO_KEYS, "$3")),
-                Statement::new("try_shared", ONE, try_text("pg_try_advisory_lock_shared", "$1", "$2")),
-                Statement::new("try_shared", TWO, try_text("pg_try_advisory_lock_shared", TWO_KEYS, "$3")),
-            ],
+            tries: tries("try", true),
+            timed_tries: tries("timed", false),
             unlocks: [
                 Statement::new("unlock", ONE, unlock_text("pg_advisory_unlock", "$1", "$2")),
                 Statement::new("unlock", TWO, unlock_text("pg_advisory_unlock", TWO_KEYS, "$3")),
@@ -51,9 +49,10 @@ impl Statements {
         }
     }
 
-    fn all(&self) -> [&Statement; 8] {
-        let ([a, b, c, d], [e, f, g, h]) = (&self.tries, &self.unlocks);
-        [a, b, c, d, e, f, g, h]
+    fn all(&self) -> [&Statement; 12] {
+        let ([a, b, c, d], [e, f, g, h]) = (&self.tries, &self.timed_tries);
+        let [i, j, k, l] = &self.unlocks;
+        [a, b, c, d, e, f, g, h, i, j, k, l]
     }
 
     fn of<'a>(of: &'a [Statement; 4], key: &AdvisoryKey, shared: bool) -> &'a Statement {
@@ -72,13 +71,34 @@ const ONE: &[&str] = &["pg_catalog.int8", "pg_catalog.text"];
 const TWO: &[&str] = &["pg_catalog.int8", "pg_catalog.int8", "pg_catalog.text"];
 const TWO_KEYS: &str = "$1::pg_catalog.int4, $2::pg_catalog.int4";
 
+/// The four tries, with or without the timer.
+fn tries(name: &str, sets: bool) -> [Statement; 4] {
+    let [exclusive, shared] = ["pg_try_advisory_lock", "pg_try_advisory_lock_shared"];
+    let of = |types, function, key, timer| {
+        let types: &'static [&'static str] = types;
+        // Without the timer there is one argument less.
+        let types = if sets { types } else { types.split_last().map_or(types, |(_, keys)| keys) };
+        Statement::new(name, types, try_text(function, key, sets.then_some(timer)))
+    };
+    [
+        of(ONE, exclusive, "$1", "$2"),
+        of(TWO, exclusive, TWO_KEYS, "$3"),
+        of(ONE, shared, "$1", "$2"),
+        of(TWO, shared, TWO_KEYS, "$3"),
+    ]
+}
+
 /// One try, and the session's timer if the lock was granted. The inner row is complete before
 /// anything of the outer one is: what the timer was is read before it is set.
-fn try_text(function: &str, key: &str, timer: &str) -> String {
+fn try_text(function: &str, key: &str, timer: Option<&str>) -> String {
+    let sets = timer.map_or_else(String::new, |timer| {
+        format!(
+            ", CASE WHEN s.granted AND s.before IS NOT NULL \
+             THEN pg_catalog.set_config('idle_session_timeout', {timer}, false) END"
+        )
+    });
     format!(
-        "SELECT s.pid, s.granted, s.before, CASE WHEN s.granted AND s.before IS NOT NULL \
-           THEN pg_catalog.set_config('idle_session_timeout', {timer}, false) END \
-         FROM (SELECT pg_catalog.pg_backend_pid() AS pid, \
+        "SELECT s.pid, s.granted, s.before{sets} FROM (SELECT pg_catalog.pg_backend_pid() AS pid, \
            pg_catalog.current_setting('idle_session_timeout', true) AS before, \
            CASE WHEN pg_catalog.pg_is_in_recovery() THEN NULL ELSE pg_catalog.{function}({key}) END AS granted \
            OFFSET 0) AS s"
@@ -102,11 +122,24 @@ pub(super) fn try_lock(
     shared: bool,
     timer: Option<Duration>,
 ) -> Result<Grant, Trouble> {
-    let timer = timer_text(timer);
-    let statement = Statements::of(&statements.tries, key, shared);
-    let answers = call(session, statements, statement, key, &timer)?;
+    let limit_ms = timer_ms(timer);
+    let running = session.timer();
+    let runs = running.as_ref().is_some_and(|running| running.limit_ms == limit_ms);
+    let text_of = limit_ms.to_string();
+    let (kind, last) =
+        if runs { (&statements.timed_tries, None) } else { (&statements.tries, Some(&*text_of)) };
+    let answers = call(session, statements, Statements::of(kind, key, shared), key, last)?;
     let row = required(answers.row(0)?)?;
-    Ok(Grant { pid: pid(int(row, 0)?)?, granted: flag(row, 1)?, before: text(row, 2)?.map(str::to_owned) })
+    let (pid, granted) = (pid(int(row, 0)?)?, flag(row, 1)?);
+    // What the setting was before the first lock of this session.
+    let before = match running {
+        Some(running) => Some(running.before),
+        None => text(row, 2)?.map(str::to_owned),
+    };
+    if granted == Some(true) {
+        session.set_timer(before.clone().map(|before| SessionTimer { limit_ms, before }));
+    }
+    Ok(Grant { pid, granted, before })
 }
 
 /// Calls a prepared statement; prepares once more if somebody has discarded it, and then writes it out.
@@ -115,16 +148,16 @@ fn call(
     statements: &Statements,
     statement: &Statement,
     key: &AdvisoryKey,
-    last: &str,
+    last: Option<&str>,
 ) -> Result<Answers, Trouble> {
     let (one, two) = key.numbers();
+    let mut args = Vec::with_capacity(3);
+    args.push(Arg::Int(one));
+    args.extend(two.map(Arg::Int));
+    args.extend(last.map(Arg::Text));
     loop {
         session.prepare(&statements.all())?;
-        let answers = match two {
-            None => session.ask_one(statement, &[Arg::Int(one), Arg::Text(last)]),
-            Some(two) => session.ask_one(statement, &[Arg::Int(one), Arg::Int(two), Arg::Text(last)]),
-        };
-        match answers {
+        match session.ask_one(statement, &args) {
             Err(Trouble::Unprepared) => {}
             answers => return answers,
         }
@@ -133,17 +166,32 @@ fn call(
 
 /// Asks a held lock's session whether it is there, and sets its timer anew. The server process.
 pub(super) fn ping(session: &mut Session<'_>, timer: Option<Duration>) -> Result<i32, Trouble> {
+    let limit_ms = timer_ms(timer);
     let statement = format!(
         "SELECT pg_catalog.pg_backend_pid(), \
          CASE WHEN pg_catalog.current_setting('idle_session_timeout', true) IS NOT NULL \
-         THEN pg_catalog.set_config('idle_session_timeout', '{}', false) END",
-        timer_text(timer),
+         THEN pg_catalog.set_config('idle_session_timeout', '{limit_ms}', false) END"
     );
     let answers = session.ask(&Message::new().raw(statement))?;
+    if let Some(running) = session.timer() {
+        session.set_timer(Some(SessionTimer { limit_ms, ..running }));
+    }
     Ok(pid(int(required(answers.row(0)?)?, 0)?)?)
 }
 
-/// Unlocks and sets the session's timer back. The server process, and whether the lock was held there.
+/// Stops the timer of a session that holds nothing any more.
+pub(super) fn stop_timer(session: &mut Session<'_>) -> Result<(), Trouble> {
+    let Some(running) = session.timer() else { return Ok(()) };
+    let mut statement = "SELECT pg_catalog.set_config('idle_session_timeout', ".to_owned();
+    crate::postgres::push_quoted(&running.before, &mut statement)?;
+    session.ask(&Message::new().raw(statement + ", false)"))?;
+    session.set_timer(None);
+    Ok(())
+}
+
+/// Unlocks. The server process, and whether the lock was held there. The timer of a caller's session
+/// is set back at once; a session of ours keeps it, since its next lock will want it again, and
+/// setting it twice costs more than the lock: [`stop_timer`] ends it when no lock has come for a while.
 pub(super) fn unlock(
     session: &mut Session<'_>,
     statements: &Statements,
@@ -152,8 +200,11 @@ pub(super) fn unlock(
     before: Option<&str>,
 ) -> Result<(i32, bool), Trouble> {
     let statement = Statements::of(&statements.unlocks, key, shared);
-    let before = before.unwrap_or_default();
-    let answers = call(session, statements, statement, key, before)?;
+    let back = if session.is_own() { "" } else { before.unwrap_or_default() };
+    let answers = call(session, statements, statement, key, Some(back))?;
+    if !session.is_own() {
+        session.set_timer(None);
+    }
     let row = required(answers.row(0)?)?;
     Ok((pid(int(row, 0)?)?, flag(row, 1)? == Some(true)))
 }
@@ -177,8 +228,8 @@ pub(super) fn pid(value: Option<i64>) -> Result<i32> {
 }
 
 /// `0` is PostgreSQL's "no limit", so a limit is never that.
-fn timer_text(timer: Option<Duration>) -> String {
-    timer.map_or_else(|| "0".to_owned(), |timer| timer.as_millis().clamp(1, LONGEST_TIMER).to_string())
+fn timer_ms(timer: Option<Duration>) -> u64 {
+    timer.map_or(0, |timer| u64::try_from(timer.as_millis().clamp(1, LONGEST_TIMER)).unwrap_or(1))
 }
 
 #[cfg(test)]
@@ -187,9 +238,9 @@ mod tests {
 
     #[test]
     fn a_timer_is_never_none_by_accident_and_fits_the_server() {
-        assert_eq!(timer_text(None), "0");
-        assert_eq!(timer_text(Some(Duration::ZERO)), "1");
-        assert_eq!(timer_text(Some(Duration::from_millis(1500))), "1500");
-        assert_eq!(timer_text(Some(Duration::MAX)), "2147483647");
+        assert_eq!(timer_ms(None), 0);
+        assert_eq!(timer_ms(Some(Duration::ZERO)), 1);
+        assert_eq!(timer_ms(Some(Duration::from_millis(1500))), 1500);
+        assert_eq!(timer_ms(Some(Duration::MAX)), 2_147_483_647);
     }
 }

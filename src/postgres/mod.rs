@@ -38,7 +38,7 @@ pub(crate) use row::{Row, flag, int, malformed, required, text};
 pub(crate) use schema::Names;
 pub(crate) use session::{Answers, Session};
 pub(crate) use source::{Connection, Source};
-pub(crate) use statement::{Arg, Message, Statement, push_quoted};
+pub(crate) use statement::{Arg, Message, SessionTimer, Statement, push_quoted};
 
 use crate::backend::{
     AcquireResult, Attempt, Capabilities, ExtendOutcome, LockBackend, LockInfo, LockInfoDebug, Lookup,

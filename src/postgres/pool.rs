@@ -44,6 +44,16 @@ struct Idle {
     since: Instant,
 }
 
+impl Idle {
+    /// How long it may lie here: not until the server is about to end it.
+    fn limit(&self) -> Duration {
+        match &self.memo.timer {
+            Some(timer) if timer.limit_ms > 0 => MAX_IDLE.min(Duration::from_millis(timer.limit_ms / 2)),
+            _ => MAX_IDLE,
+        }
+    }
+}
+
 impl Pool {
     pub(crate) fn new(connector: Connector, max: u32, connection_timeout: Duration) -> Arc<Self> {
         Arc::new(Self {
@@ -88,7 +98,7 @@ impl Pool {
                 break Err(closed());
             }
             if let Some(idle) = state.idle.pop() {
-                if idle.wire.is_closed() || idle.since.elapsed() > MAX_IDLE {
+                if idle.wire.is_closed() || idle.since.elapsed() > idle.limit() {
                     state.open -= 1;
                     too_old.push(idle);
                     continue;
@@ -127,6 +137,15 @@ impl Pool {
             }
             None => self.open(end, cancel),
         }
+    }
+
+    /// An idle connection on which a session lock's timer still runs.
+    pub(crate) fn take_timed(self: &Arc<Self>) -> Option<Lent> {
+        let mut state = self.state();
+        let at = state.idle.iter().position(|idle| idle.memo.timer.is_some())?;
+        let idle = state.idle.remove(at);
+        drop(state);
+        Some(Lent { pool: Arc::clone(self), wire: Some(idle.wire), memo: idle.memo, fresh: false })
     }
 
     /// Closes idle connections: after a restart of the server they are all stale.

@@ -20,7 +20,7 @@ use crate::postgres::error::{Trouble, call_error, is_unprepared};
 use crate::postgres::link::Link;
 use crate::postgres::row::{Row, int, malformed, required, text};
 use crate::postgres::source::Connection;
-use crate::postgres::statement::{Arg, Backend, LOCKS_FIRST, Memo, Message, Statement};
+use crate::postgres::statement::{Arg, Backend, LOCKS_FIRST, Memo, Message, SessionTimer, Statement};
 
 /// How much later than the server's limits the client gives up.
 pub(crate) const GRACE: Duration = Duration::from_millis(100);
@@ -249,6 +249,22 @@ impl<'a> Session<'a> {
 
     fn millis_left(&self) -> u64 {
         u64::try_from(rest(self.end).as_millis()).unwrap_or(u64::MAX).clamp(1, 2_000_000_000)
+    }
+
+    /// The timer of a session lock that runs on this session.
+    pub(crate) fn timer(&mut self) -> Option<SessionTimer> {
+        self.connection().ok()?.memo().timer.clone()
+    }
+
+    pub(crate) fn set_timer(&mut self, timer: Option<SessionTimer>) {
+        if let Ok(connection) = self.connection() {
+            connection.memo().timer = timer;
+        }
+    }
+
+    /// Whether the connection is of a pool of ours.
+    pub(crate) fn is_own(&self) -> bool {
+        self.connection.as_ref().is_some_and(Connection::is_own)
     }
 
     pub(crate) fn check_cancel(&self) -> Result<()> {

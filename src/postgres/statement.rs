@@ -231,6 +231,16 @@ pub(crate) struct Memo {
     /// The session began with the settings that transactions need, and this limit in milliseconds
     /// for its waits and statements: nothing has to be set that is already so.
     pub(crate) settled_ms: Option<u64>,
+    /// A timer that a session lock has set for the session, and that still runs.
+    pub(crate) timer: Option<SessionTimer>,
+}
+
+/// An `idle_session_timeout` of ours, and the setting as it was before.
+#[derive(Clone)]
+pub(crate) struct SessionTimer {
+    /// In milliseconds; 0 is no limit.
+    pub(crate) limit_ms: u64,
+    pub(crate) before: String,
 }
 
 /// How much later than the limit for locks the one for statements ends. Both count from the same
