@@ -91,7 +91,7 @@ impl Names {
     /// `schema.sql` with the configured names in the place of the default ones.
     fn rename(&self, schema: &str) -> String {
         let sql: String =
-            SCHEMA_SQL.lines().flat_map(|line| line.split("--").next()).collect::<Vec<_>>().join("\n");
+            SCHEMA_SQL.lines().filter_map(|line| line.split("--").next()).collect::<Vec<_>>().join("\n");
         // Every second piece is a name. One pass: a configured name may be another's default.
         let pieces =
             sql.trim_end().trim_end_matches(';').split('"').enumerate().map(|(i, piece)| match piece {
@@ -138,6 +138,7 @@ impl Names {
 
 /// What the database said about the tables.
 #[derive(Clone, Debug, Default)]
+#[allow(clippy::struct_excessive_bools, reason = "each is one answer of one query")]
 pub(crate) struct Survey {
     pub(crate) locks_in: Option<String>,
     pub(crate) fences_in: Option<String>,

@@ -1,5 +1,7 @@
 //! Names of schemas and tables, and connection strings.
 
+use std::fmt::Write as _;
+
 use super::*;
 use postgres::Client;
 use r2d2_postgres::PostgresConnectionManager;
@@ -91,11 +93,11 @@ fn a_statement_of(config: &Config) -> String {
 
 #[test]
 fn a_schema_that_the_search_path_leads_to_may_have_any_name() {
-    let (_database, config, mut admin) = Database::new();
+    let (database, config, mut admin) = Database::new();
     for name in hostile_names() {
         admin.batch_execute(&format!("CREATE SCHEMA {}", quoted(&name))).unwrap();
         let path =
-            format!("ALTER ROLE postgres IN DATABASE {} SET search_path TO {}", _database.0, quoted(&name));
+            format!("ALTER ROLE postgres IN DATABASE {} SET search_path TO {}", database.0, quoted(&name));
         admin.batch_execute(&path).unwrap();
         // Created there, and found there.
         for what in ["created", "found"] {
@@ -141,7 +143,7 @@ fn configured_names_are_plain_or_refused_before_anything_is_sent() {
             && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_')
     };
     let mut names = hostile_names();
-    names.extend(["".to_owned(), "a\0b".to_owned(), "n".repeat(64), "1a".to_owned(), "a.b".to_owned()]);
+    names.extend([String::new(), "a\0b".to_owned(), "n".repeat(64), "1a".to_owned(), "a.b".to_owned()]);
     for name in names.iter().filter(|name| !plain(name)) {
         for set in setters {
             let error = connect(set(PgLockClient::builder(), name), nowhere.clone()).unwrap_err();
@@ -214,7 +216,9 @@ fn connection_strings_are_read_or_refused_and_never_shown() {
 
 /// The error and its causes, as people print them.
 fn chain(error: &(dyn std::error::Error + 'static)) -> String {
-    std::iter::successors(Some(error), |error| error.source())
-        .map(|error| format!("{error} {error:?} "))
-        .collect()
+    let mut shown = String::new();
+    for error in std::iter::successors(Some(error), |error| error.source()) {
+        let _ = write!(shown, "{error} {error:?} ");
+    }
+    shown
 }

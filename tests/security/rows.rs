@@ -36,7 +36,7 @@ fn rows_with_impossible_values_are_answers_or_errors_and_never_a_grant_that_is_n
             let token = token(n % 2 == 0);
             let what = format!("expiry {expiry}, acquired {acquired}, fence {fence}");
             let sane = |code: ErrorCode| {
-                assert!(matches!(code, ErrorCode::Internal | ErrorCode::InvalidArgument), "{what}: {code}")
+                assert!(matches!(code, ErrorCode::Internal | ErrorCode::InvalidArgument), "{what}: {code}");
             };
             for lookup in [Lookup::Key(&key), Lookup::LockId(&lock_id)] {
                 if let Err(error) = LockBackend::lookup(&place.client, lookup, &token) {
