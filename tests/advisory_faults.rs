@@ -308,7 +308,9 @@ fn a_try_that_fails_after_its_grant_leaves_no_lock() {
         .batch_execute(
             "ALTER FUNCTION pg_catalog.set_config(text, text, boolean) RENAME TO real_set_config; \
              CREATE FUNCTION pg_catalog.set_config(text, text, boolean) RETURNS text VOLATILE LANGUAGE plpgsql \
-             AS $$ BEGIN RAISE EXCEPTION 'on purpose' USING ERRCODE = '57014'; END $$;",
+             AS $$ BEGIN RAISE EXCEPTION 'on purpose' USING ERRCODE = '57014'; END $$; \
+             SELECT pg_terminate_backend(pid) FROM pg_stat_activity \
+             WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()",
         )
         .unwrap();
     let key = key();

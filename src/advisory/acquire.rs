@@ -151,7 +151,7 @@ fn try_on(
     end: Instant,
 ) -> Result<Option<Held>, Trouble> {
     if !inner.proven.load(Ordering::Acquire) {
-        probe::prove(&inner.postgres, &mut session, end)?;
+        probe::prove(&inner.postgres, &inner.statements, &mut session, end)?;
         inner.proven.store(true, Ordering::Release);
     }
     if Instant::now() >= end {
@@ -162,7 +162,7 @@ fn try_on(
     // Counted from before the request, so that our deadline comes before the server's.
     let sent = inner.crew.clock.now();
     let timer = (!terms.keep).then(|| terms.max_hold.saturating_add(SERVER_GRACE));
-    let grant = match sql::try_lock(&mut session, &key, terms.shared, timer) {
+    let grant = match sql::try_lock(&mut session, &inner.statements, &key, terms.shared, timer) {
         Ok(grant) => grant,
         Err(Trouble::Refused(error)) => {
             finish_checked(session, &key);

@@ -8,7 +8,7 @@
 use std::time::{Duration, Instant};
 
 use crate::advisory::key::AdvisoryKey;
-use crate::advisory::sql;
+use crate::advisory::sql::{self, Statements};
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::model::lock_id::LockId;
@@ -33,18 +33,19 @@ struct Findings {
 /// Runs the test on this session. An error means that no session lock can be trusted here.
 pub(super) fn prove(
     backend: &PostgresBackend,
+    statements: &Statements,
     session: &mut Session<'_>,
     end: Instant,
 ) -> Result<(), Trouble> {
     let key = random_key()?;
-    let grant = sql::try_lock(session, &key, false, None).map_err(explain)?;
+    let grant = sql::try_lock(session, statements, &key, false, None).map_err(explain)?;
     let first = (grant.pid, grant.granted);
     if grant.granted.is_none() {
         return Err(standby().into());
     }
-    let second = ask_second(backend, &key, end);
+    let second = ask_second(backend, statements, &key, end);
     let shown = second.is_none() && sql::is_held_here(session, &key).map_err(explain)?;
-    let unlock = sql::unlock(session, &key, false, grant.before.as_deref()).map_err(explain)?;
+    let unlock = sql::unlock(session, statements, &key, false, grant.before.as_deref()).map_err(explain)?;
     Ok(verdict(&Findings { first, second, shown, unlock })?)
 }
 
@@ -76,12 +77,17 @@ fn verdict(found: &Findings) -> Result<()> {
     ))
 }
 
-fn ask_second(backend: &PostgresBackend, key: &AdvisoryKey, end: Instant) -> Option<(i32, Option<bool>)> {
+fn ask_second(
+    backend: &PostgresBackend,
+    statements: &Statements,
+    key: &AdvisoryKey,
+    end: Instant,
+) -> Option<(i32, Option<bool>)> {
     let limit = end.saturating_duration_since(Instant::now()).min(SECOND_LIMIT);
     let connection = backend.source().second(limit)?;
     let never = CancelToken::never();
     let mut session = Session::new(connection, Instant::now() + limit, &never);
-    let grant = sql::try_lock(&mut session, key, false, None).ok()?;
+    let grant = sql::try_lock(&mut session, statements, key, false, None).ok()?;
     if grant.granted == Some(false) {
         session.finish();
     }

@@ -18,8 +18,6 @@
 
 use std::time::{Duration, Instant};
 
-use postgres::SimpleQueryRow;
-
 use crate::backend::{AcquireResult, Acquired};
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
@@ -28,7 +26,8 @@ use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::model::lock_id::LockId;
 use crate::model::time::{TIME_TOLERANCE_MS, Ttl, is_live};
 use crate::postgres::error::{Trouble, is_all_or_nothing};
-use crate::postgres::session::{Answers, GRACE, Session, int, malformed, required, text};
+use crate::postgres::row::{Row as Line, int, malformed, required, text};
+use crate::postgres::session::{Answers, GRACE, Session};
 use crate::postgres::statement::{Arg, Message, push_quoted};
 use crate::postgres::{Fault, Located, PostgresBackend};
 
@@ -40,6 +39,9 @@ pub(crate) struct Acquire<'a> {
     lock_id: &'a LockId,
     ttl: Ttl,
 }
+
+/// Where the row that stands for a key has the clock, a grant has this.
+const GRANTED: i64 = 1;
 
 /// What one round of the protocol found.
 #[derive(Debug, PartialEq, Eq)]
@@ -190,11 +192,11 @@ impl<'a> Acquire<'a> {
             other => other?,
         };
         if let Some(row) = answers.row(0)? {
-            if let Some(granted) = granted(row)? {
-                return Ok(granted);
+            let (expires_at_ms, now_ms) = (required(int(row, 0)?)?, required(int(row, 2)?)?);
+            if now_ms == GRANTED {
+                return Ok(required(granted(row)?)?);
             }
-            let (expires_at_ms, now_ms) = (required(int(row, 0)?)?, required(int(row, 3)?)?);
-            let mine = text(row, 4)? == Some(self.lock_id.as_str());
+            let mine = text(row, 1)? == Some(self.lock_id.as_str());
             if !mine && is_live(expires_at_ms, now_ms, TIME_TOLERANCE_MS) {
                 return Ok(Round::Locked);
             }
@@ -313,7 +315,7 @@ fn decide(seen: &Seen, lock_id: &str) -> Step {
 }
 
 /// The grant in a statement's answer `(expiry, fence, …)`.
-fn granted(row: &SimpleQueryRow) -> Result<Option<Round>> {
+fn granted(row: &Line) -> Result<Option<Round>> {
     let (Some(expires_at_ms), Some(fence)) = (int(row, 0)?, text(row, 1)?) else { return Ok(None) };
     let fence: Fence = fence.parse().map_err(|error| malformed().with_source(error))?;
     if fence.get() > FENCE_MAX {

@@ -22,6 +22,7 @@ mod operator;
 mod pool;
 mod read;
 mod release;
+mod row;
 mod schema;
 mod session;
 mod source;
@@ -33,10 +34,11 @@ use std::time::{Duration, Instant};
 
 pub(crate) use connect::{Connector, guard_runtime, parse_url};
 pub use operator::{BrokenLock, CLEANUP_GUARD_MS, Counts, IdleCounter, Operator, Waiter};
+pub(crate) use row::{Row, flag, int, malformed, required, text};
 pub(crate) use schema::Names;
-pub(crate) use session::{Session, int, malformed, required, text};
+pub(crate) use session::{Answers, Session};
 pub(crate) use source::{Connection, Source};
-pub(crate) use statement::{Message, push_quoted};
+pub(crate) use statement::{Arg, Message, SessionTimer, Statement, push_quoted};
 
 use crate::backend::{
     AcquireResult, Attempt, Capabilities, ExtendOutcome, LockBackend, LockInfo, LockInfoDebug, Lookup,

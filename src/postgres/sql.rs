@@ -78,8 +78,8 @@ pub(crate) struct Statements {
     pub(crate) confirm: Statement,
     /// `(storage key, fence key, user key, lock id, ttl ms)`: all of the above at once but the queue.
     pub(crate) acquire: Statement,
-    /// The same arguments: the grant if no row stands for the key. Answers (expiry, fence, all or
-    /// nothing, null, null), or the row that stands (expiry, null, null, clock, lock id), or nothing.
+    /// The same arguments: the grant if no row stands for the key. Answers (expiry, fence, 1), or the
+    /// row that stands (expiry, lock id, clock), or nothing.
     pub(crate) acquire_absent: Statement,
     /// `(lock id)`: locks a lease's row. Answers (key, lock id, expiry).
     pub(crate) find: Statement,
@@ -117,8 +117,10 @@ impl Statements {
             queue: Statement::new(
                 "queue",
                 &[TEXT],
+                // Without columns and without rows, which nobody would read.
                 format!(
-                    "SELECT pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext($1)::pg_catalog.int8), {DURABLE}"
+                    "SELECT FROM (SELECT pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext($1)::pg_catalog.int8), \
+                     {DURABLE} AS level OFFSET 0) AS q WHERE q.level {EQ} ''"
                 ),
             ),
             hold: Statement::new(
@@ -350,9 +352,9 @@ fn acquire_absent(tables: &Tables) -> String {
            SELECT $1, $4, g.now {PLUS} $5, g.now, pg_catalog.lpad(g.fence::pg_catalog.text, 15, '0'), $3 \
            FROM (SELECT f.fence, {CLOCK} AS now FROM f) AS g \
            ON CONFLICT (key) DO NOTHING RETURNING l.expires_at_ms, l.fence) \
-         SELECT u.expires_at_ms, u.fence, 1 OPERATOR(pg_catalog./) (CASE WHEN u.fence IS NULL THEN 0 ELSE 1 END), \
-           NULL::pg_catalog.int8, NULL::pg_catalog.text FROM f LEFT JOIN u ON true \
-         UNION ALL SELECT look.expires_at_ms, NULL, NULL, {CLOCK}, look.lock_id FROM look",
+         SELECT u.expires_at_ms, u.fence, (1 OPERATOR(pg_catalog./) \
+           (CASE WHEN u.fence IS NULL THEN 0 ELSE 1 END))::pg_catalog.int8 FROM f LEFT JOIN u ON true \
+         UNION ALL SELECT look.expires_at_ms, look.lock_id, {CLOCK} FROM look",
         raise(tables, "$2", "$3", &free)
     )
 }
