@@ -49,6 +49,7 @@ impl Statements {
         }
     }
 
+    #[allow(clippy::many_single_char_names, reason = "an array of references, without an allocation")]
     fn all(&self) -> [&Statement; 12] {
         let ([a, b, c, d], [e, f, g, h]) = (&self.tries, &self.timed_tries);
         let [i, j, k, l] = &self.unlocks;
@@ -176,6 +177,12 @@ pub(super) fn ping(session: &mut Session<'_>, timer: Option<Duration>) -> Result
     if let Some(running) = session.timer() {
         session.set_timer(Some(SessionTimer { limit_ms, ..running }));
     }
+    Ok(pid(int(required(answers.row(0)?)?, 0)?)?)
+}
+
+/// The server process that answers this session.
+pub(super) fn process(session: &mut Session<'_>) -> Result<i32, Trouble> {
+    let answers = session.ask(&Message::new().raw("SELECT pg_catalog.pg_backend_pid()"))?;
     Ok(pid(int(required(answers.row(0)?)?, 0)?)?)
 }
 
