@@ -20,7 +20,9 @@
 //! *One connection, one lock.*
 //!
 //! 1. A guard owns its connection from the grant to its end. A session's re-entrancy, by which the
-//!    same session may take a lock twice, can therefore not let two holders of this process in.
+//!    same session may take a lock twice, can therefore not let two holders of this process in. A
+//!    connection of a caller's pool may come with locks that other code took on it: it is looked at
+//!    first, and a key that is on it counts as held.
 //! 2. A connection goes back to its pool only after an unlock that answered `true`, in the server
 //!    process that granted the lock; or after a try that answered
 //!    `false`; or, after a try that failed, when `pg_locks` shows that this session did not get the
@@ -39,7 +41,8 @@
 //! *The deadline, on both sides.*
 //!
 //! 7. The local deadline is counted from before the request that took the lock, on the clock that
-//!    runs on through a suspend. `is_held` compares the clock itself; nothing can delay it.
+//!    runs on through a suspend. `is_held` compares the clock itself; nothing can delay it. A grant
+//!    whose answer comes when its time is over makes no guard.
 //! 8. The statement that takes the lock also sets the session's `idle_session_timeout` to what is
 //!    left and one second. The session is idle from then on, so the server counts the same time.
 //!    A caller's connection gets its own setting back with the unlock. A connection of ours keeps the

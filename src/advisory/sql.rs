@@ -176,6 +176,12 @@ pub(super) fn ping(session: &mut Session<'_>, timer: Option<Duration>) -> Result
     Ok(pid(int(required(answers.row(0)?)?, 0)?)?)
 }
 
+/// The server process that answers this session.
+pub(super) fn process(session: &mut Session<'_>) -> Result<i32, Trouble> {
+    let answers = session.ask(&Message::new().raw("SELECT pg_catalog.pg_backend_pid()"))?;
+    Ok(pid(int(required(answers.row(0)?)?, 0)?)?)
+}
+
 /// Stops the timer of a session that holds nothing any more.
 pub(super) fn stop_timer(session: &mut Session<'_>) -> Result<(), Trouble> {
     let Some(running) = session.timer() else { return Ok(()) };

@@ -309,7 +309,7 @@ fn decide(seen: &Seen, lock_id: &str) -> Step {
     match seen.counter {
         Some(_) if !seen.counter_locked => Step::Locked,
         // As numbers: a sixteenth digit would sort wrongly as text.
-        Some(counter) if counter >= i64::try_from(FENCE_MAX).unwrap_or(i64::MAX) => Step::Exhausted,
+        Some(counter) if !u64::try_from(counter).is_ok_and(|counter| counter < FENCE_MAX) => Step::Exhausted,
         _ => Step::Grant,
     }
 }
@@ -373,9 +373,13 @@ mod tests {
         let busy = Seen { counter: Some(7), counter_locked: false, ..seen() };
         assert_eq!(decide(&busy, "me"), Step::Locked);
         let limit = i64::try_from(FENCE_MAX).unwrap();
-        for (counter, step) in
-            [(limit - 1, Step::Grant), (limit, Step::Exhausted), (1_000_000_000_000_000, Step::Exhausted)]
-        {
+        for (counter, step) in [
+            (0, Step::Grant),
+            (limit - 1, Step::Grant),
+            (limit, Step::Exhausted),
+            (i64::MAX, Step::Exhausted),
+            (-1, Step::Exhausted),
+        ] {
             let full = Seen { counter: Some(counter), counter_locked: true, ..seen() };
             assert_eq!(decide(&full, "me"), step);
         }

@@ -28,7 +28,7 @@ use crate::postgres::{Fault, Located, PostgresBackend};
 pub const CLEANUP_GUARD_MS: i64 = 2000;
 
 /// These statements are rare and written with plain operators: names come from `pg_catalog` alone.
-const PLAIN_NAMES: &str = "SET LOCAL search_path TO pg_catalog";
+const PLAIN_NAMES: &str = "SET LOCAL search_path TO pg_catalog, pg_temp";
 
 /// The operator's view of the lock tables. From [`PgLockClient::operator`](crate::PgLockClient::operator).
 ///
@@ -321,7 +321,8 @@ fn take_away(at: &Located) -> Statement {
                RETURNING l.user_key, l.lock_id, l.expires_at_ms, l.acquired_at_ms, l.fence), \
              raised AS (\
                INSERT INTO {fences} AS c (fence_key, fence{column}) VALUES ($2, 1{value}) \
-               ON CONFLICT (fence_key) DO UPDATE SET fence = c.fence + 1 WHERE c.fence < {FENCE_MAX} RETURNING c.fence) \
+               ON CONFLICT (fence_key) DO UPDATE SET fence = c.fence + 1 \
+                 WHERE c.fence >= 0 AND c.fence < {FENCE_MAX} RETURNING c.fence) \
              SELECT gone.*, raised.fence FROM (SELECT 1) AS one LEFT JOIN gone ON true LEFT JOIN raised ON true"
         ),
     )

@@ -212,11 +212,11 @@ impl<'a> Session<'a> {
         self.states("")
     }
 
-    /// The same with names from `pg_catalog` alone, for statements written with plain operators.
+    /// The same with names from `pg_catalog` before all others (a temporary type would come first otherwise), for statements written with plain operators.
     pub(crate) fn limits_plain(&self) -> String {
         let limits = self.states("");
         let separator = if limits.is_empty() { "" } else { ";" };
-        format!("SET LOCAL search_path TO pg_catalog{separator}{limits}")
+        format!("SET LOCAL search_path TO pg_catalog, pg_temp{separator}{limits}")
     }
 
     /// The same for a transaction that stays open between two messages, with its `BEGIN`.

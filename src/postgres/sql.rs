@@ -263,14 +263,16 @@ fn view(tables: &Tables) -> String {
     )
 }
 
-/// Raises the counter, if it may be raised.
+/// Raises the counter, if it may be raised: neither beyond the limit, nor from a number that nobody
+/// can have counted to.
 fn raise(tables: &Tables, fence_key: &str, user_key: &str, condition: &str) -> String {
     let fences = &tables.fences;
     let (column, value) = tables.key_debug(user_key);
     format!(
         "f AS (\
            INSERT INTO {fences} AS c (fence_key, fence{column}) SELECT {fence_key}, 1{value} {condition} \
-           ON CONFLICT (fence_key) DO UPDATE SET fence = c.fence {PLUS} 1 WHERE c.fence {LT} {FENCE_MAX} RETURNING c.fence)"
+           ON CONFLICT (fence_key) DO UPDATE SET fence = c.fence {PLUS} 1 \
+             WHERE c.fence {GE} 0 AND c.fence {LT} {FENCE_MAX} RETURNING c.fence)"
     )
 }
 

@@ -76,7 +76,22 @@ impl Statement {
 
     /// The text with the arguments in the place of `$n`.
     fn write_out(&self, args: &[Arg<'_>], out: &mut String) -> Result<()> {
-        let mut pieces = self.text.split('$');
+        // Every second piece is the inside of a quoted name, where `$1` is a part of the name.
+        for (i, outside) in self.text.split('"').enumerate() {
+            if i > 0 {
+                out.push('"');
+            }
+            if i % 2 == 1 {
+                out.push_str(outside);
+            } else {
+                self.write_out_unquoted(outside, args, out)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn write_out_unquoted(&self, text: &str, args: &[Arg<'_>], out: &mut String) -> Result<()> {
+        let mut pieces = text.split('$');
         out.push_str(pieces.next().unwrap_or_default());
         for piece in pieces {
             let end = piece.find(|c: char| !c.is_ascii_digit()).unwrap_or(piece.len());
