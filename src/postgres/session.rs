@@ -212,7 +212,8 @@ impl<'a> Session<'a> {
         self.states("")
     }
 
-    /// The same with names from `pg_catalog` before all others (a temporary type would come first otherwise), for statements written with plain operators.
+    /// The same with names from `pg_catalog` before all others (a temporary type would come first
+    /// otherwise), for statements written with plain operators.
     pub(crate) fn limits_plain(&self) -> String {
         let limits = self.states("");
         let separator = if limits.is_empty() { "" } else { ";" };
