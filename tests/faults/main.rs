@@ -22,6 +22,7 @@ mod pooler;
 mod renewal;
 mod sessions;
 mod storm;
+mod table;
 mod truth;
 mod weather;
 mod zombies;

@@ -1,17 +1,16 @@
 //! Several processes lock against a real server while faults happen, and a checker reads what they
 //! say about it.
 
-use std::collections::BTreeMap;
-use std::fmt::Write as _;
 use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::checker::{Allow, Violation, check, took};
-use crate::history::{History, MS, Outcome, Reader, What, now};
+use crate::checker::{Allow, Violation, check};
+use crate::history::{History, MS, Reader, now};
 use crate::holder::Random;
 use crate::support::{Config, Proxy, Server, Worker, wait::poll};
+use crate::table::table;
 use crate::weather::{ALL, Fault, Weather};
 
 /// What a storm is made of.
@@ -160,7 +159,7 @@ pub fn run(setup: &Setup<'_>) -> Report {
     crew.end(&mut history, &mut leaks);
     ends_clean(&server, &mut history, &mut leaks);
     let violations = check(&history, Allow { recovery: 8000 * MS });
-    let table = table(&history, &windows, &violations, &proxy);
+    let table = table(&history, &windows, &violations, &proxy.counts());
     Report { history, violations, table, leaks }
 }
 
@@ -191,70 +190,6 @@ fn ends_clean(server: &Server, history: &mut History, leaks: &mut Vec<String>) {
     }
 }
 
-/// One line per fault: the operations that were under way while it was there.
-fn table(
-    history: &History,
-    windows: &[(Fault, u64, u64)],
-    violations: &[Violation],
-    proxy: &Proxy,
-) -> String {
-    let mut out = String::new();
-    let _ = writeln!(
-        out,
-        "| fault | injected | operations | refused | failed | unknown (in the table / not / not asked) | longest call beyond its bound | violations |\n| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
-    );
-    let mut names: Vec<&str> = ALL.iter().map(|fault| fault.name()).collect();
-    names.push("(none)");
-    let at = |time: u64| {
-        let end = windows.partition_point(|(_, from, _)| *from <= time);
-        end.checked_sub(1).map(|at| &windows[at]).filter(|(_, _, to)| time <= *to)
-    };
-    let mut rows: BTreeMap<&str, [u64; 7]> = BTreeMap::new();
-    let mut worst: BTreeMap<&str, i64> = BTreeMap::new();
-    for op in &history.ops {
-        let window = at(op.send).or_else(|| at(op.recv));
-        let name = window.map_or("(none)", |(fault, ..)| fault.name());
-        let row = rows.entry(name).or_default();
-        row[0] += 1;
-        match &op.outcome {
-            Outcome::Refused => row[1] += 1,
-            Outcome::Failed(_) => row[2] += 1,
-            Outcome::Unknown(Some(true)) => row[3] += 1,
-            Outcome::Unknown(Some(false)) => row[4] += 1,
-            Outcome::Unknown(None) => row[5] += 1,
-            Outcome::Ok { .. } | Outcome::Pending => {}
-        }
-        if let Some(took) = took(history, op).filter(|_| op.bound > 0) {
-            let beyond = (took.cast_signed() - op.bound.cast_signed()) / MS.cast_signed();
-            let worst = worst.entry(name).or_insert(i64::MIN);
-            *worst = (*worst).max(beyond);
-        }
-    }
-    for violation in violations {
-        rows.entry(at(violation.at).map_or("(none)", |(fault, ..)| fault.name())).or_default()[6] += 1;
-    }
-    for name in names {
-        let Some(row) = rows.get(name) else { continue };
-        let injected = windows.iter().filter(|(fault, ..)| fault.name() == name).count();
-        let [all, refused, failed, there, not, unasked, violations] = row;
-        let worst = worst.get(name).map_or_else(String::new, |beyond| format!("{beyond} ms"));
-        let unknown = there + not + unasked;
-        let _ = writeln!(
-            out,
-            "| {name} | {injected} | {all} | {refused} | {failed} | {unknown} ({there} / {not} / {unasked}) | {worst} | {violations} |"
-        );
-    }
-    let _ = writeln!(out, "\nOn single connections: {:?}", proxy.counts());
-    let late =
-        history.ops.iter().filter(|op| op.what == What::Write && op.outcome == Outcome::Refused).count();
-    let _ = writeln!(
-        out,
-        "Writes of holders that came too late, refused by their fence: {late}; pauses: {}",
-        history.pauses.len()
-    );
-    out
-}
-
 /// Now, for windows.
 pub fn window(fault: Fault, from: u64) -> (Fault, u64, u64) {
     (fault, from, now())
@@ -271,7 +206,7 @@ fn no_wrong_answer_under_random_faults() {
         operation: 700,
     };
     let report = run(&setup);
-    println!("{}\n{} operations, seed {}", report.table, report.history.ops.len(), setup.seed);
+    crate::table::publish(&setup, &report);
     assert!(report.violations.is_empty(), "{:#?}", &report.violations[..report.violations.len().min(20)]);
     assert!(report.leaks.is_empty(), "{:#?}", report.leaks);
     assert!(report.history.ops.len() > 100, "something happened");

@@ -28,12 +28,14 @@ pub enum Fault {
     MaxConnections,
     RoleSettings,
     NoStandby,
+    CancelCommit,
+    Rewrite,
     Suspend,
     /// For a control: answers to acquires that take longer than any ttl and the tolerance.
     LateReplies,
 }
 
-pub const ALL: [Fault; 16] = [
+pub const ALL: [Fault; 18] = [
     Fault::Messages,
     Fault::KillHolder,
     Fault::StopHolder,
@@ -44,11 +46,13 @@ pub const ALL: [Fault; 16] = [
     Fault::Cancel,
     Fault::SlowAnswers,
     Fault::NoStandby,
+    Fault::Rewrite,
     Fault::FreezeServer,
     Fault::LockTable,
     Fault::Refusing,
     Fault::MaxConnections,
     Fault::RoleSettings,
+    Fault::CancelCommit,
     Fault::Suspend,
 ];
 
@@ -70,6 +74,8 @@ impl Fault {
             Self::MaxConnections => "max_connections reached",
             Self::RoleSettings => "hostile settings of the role",
             Self::NoStandby => "absent synchronous standby",
+            Self::CancelCommit => "pg_cancel_backend during COMMIT",
+            Self::Rewrite => "tables altered, rewritten and analysed",
             Self::LateReplies => "answers later than ttl and tolerance",
             Self::Suspend => "holders and server stopped together",
         }
@@ -149,10 +155,42 @@ impl<'a> Weather<'a> {
                 thread::sleep(ms(200 + lasting));
                 self.server.configure("synchronous_standby_names", "");
             }
+            Fault::CancelCommit => self.cancel_commit(ms(200 + lasting)),
+            Fault::Rewrite => self.rewrite(),
             Fault::Suspend => self.suspend(crew, ms(500 + 2 * lasting)),
         }
         self.windows.push(crate::storm::window(fault, from));
         thread::sleep(ms(150));
+    }
+
+    /// Whoever waits for the standby is told "success", with a warning that it is none.
+    fn cancel_commit(&self, lasting: Duration) {
+        let mut sql = self.server.client();
+        self.server.configure("synchronous_standby_names", "nobody");
+        let end = now() + u64::try_from(lasting.as_nanos()).unwrap_or(0);
+        while now() < end {
+            let waiting = "SELECT pg_cancel_backend(pid) FROM pg_stat_activity WHERE wait_event = 'SyncRep'";
+            let _ = sql.batch_execute(waiting);
+            thread::sleep(ms(10));
+        }
+        self.server.configure("synchronous_standby_names", "");
+    }
+
+    /// Every plan that a session keeps is made anew.
+    fn rewrite(&self) {
+        let mut sql = self.server.client();
+        for table in ["syncguard_locks", "syncguard_fence_counters"] {
+            for change in [
+                "ALTER TABLE @ ADD COLUMN extra int",
+                "VACUUM FULL @",
+                "ANALYZE @",
+                "ALTER TABLE @ DROP COLUMN extra",
+            ] {
+                // It waits for those who work, and others wait for it.
+                let _ = sql.batch_execute(&change.replace('@', table));
+                thread::sleep(ms(50));
+            }
+        }
     }
 
     fn messages(&mut self) {
@@ -261,12 +299,11 @@ impl<'a> Weather<'a> {
         let mut sql = self.server.client();
         for (name, value) in HOSTILE {
             // Not every version has every setting.
-            let _ =
-                sql.batch_execute(&format!("ALTER DATABASE postgres SET {}", setting(name, value).trim()));
+            let _ = sql.batch_execute(&format!("ALTER ROLE postgres SET {}", setting(name, value).trim()));
         }
         self.proxy.cut_all();
         thread::sleep(lasting);
-        let _ = sql.batch_execute("ALTER DATABASE postgres RESET ALL");
+        let _ = sql.batch_execute("ALTER ROLE postgres RESET ALL");
         self.proxy.cut_all();
     }
 }

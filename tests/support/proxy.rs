@@ -1,9 +1,13 @@
 //! A TCP proxy in front of a server that knows where the protocol's messages begin and end.
 //!
-//! For every simple query (`Q`) that a client sends, a rule says what becomes of it and of its answer:
+//! For every query that a client sends, a rule says what becomes of it and of its answer:
 //! cut before, cut within, cut after any number of bytes of the answer, delayed, swallowed, or held
 //! back and delivered after the client has gone (a *zombie*). Beside that the whole network can be
 //! mute (bytes wait, and arrive when it is open again) or refuse connections.
+//!
+//! A query is a simple one (`Q`), or all messages of the extended protocol up to its `Sync`. A rule
+//! sees the latter as `EXECUTE name`, too, if its text was once prepared under that name, with
+//! [`BOUND`] behind it.
 //!
 //! The protocol's framing: <https://www.postgresql.org/docs/current/protocol-overview.html>.
 
@@ -13,6 +17,9 @@ use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
+
+/// Follows the name of a statement that the driver has bound, where rules see it.
+pub const BOUND: &str = " by Bind";
 
 /// What becomes of one query.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -284,16 +291,14 @@ fn pump_queries(
         let _ = server.shutdown(Shutdown::Both);
         Ok(())
     };
-    let mut first = true;
+    let mut queries = Queries::default();
     loop {
-        let frame = read_frame(&mut client, first)?;
-        first = false;
+        let (frame, sql) = queries.read(&mut client)?;
         inner.wait_for_network();
-        if frame.first() != Some(&b'Q') {
+        let Some(sql) = sql else {
             server.write_all(&frame)?;
             continue;
-        }
-        let sql = String::from_utf8_lossy(frame.get(5..).unwrap_or_default()).into_owned();
+        };
         match inner.decide(&sql) {
             Action::Pass => set(Answer::Pass),
             Action::CutQueryAt(n) => {
@@ -367,6 +372,68 @@ fn pump_answers(
             }
         }
     }
+}
+
+/// What one connection has prepared, to know what it calls.
+#[derive(Default)]
+struct Queries {
+    started: bool,
+    /// The texts of simple queries that prepare statements.
+    prepared: String,
+    /// By the driver's names of statements: ours, or the text.
+    parsed: HashMap<String, String>,
+}
+
+impl Queries {
+    /// The next message, or all of them up to a `Sync`, and what it says if it is a query.
+    fn read(&mut self, client: &mut TcpStream) -> io::Result<(Vec<u8>, Option<String>)> {
+        let mut all = read_frame(client, !self.started)?;
+        if !std::mem::replace(&mut self.started, true) {
+            return Ok((all, None));
+        }
+        if all.first() == Some(&b'Q') {
+            let sql = text_at(&all, 5);
+            if sql.contains("PREPARE ") {
+                self.prepared.push_str(&sql);
+            }
+            return Ok((all, Some(sql)));
+        }
+        let mut says = None;
+        let mut frame = all.clone();
+        loop {
+            let name = text_at(&frame, 5);
+            match frame.first() {
+                Some(b'P') => {
+                    let sql = text_at(&frame, 6 + name.len());
+                    says = Some(format!("Parse {sql}"));
+                    let called = self.name_of(&sql).unwrap_or(sql);
+                    self.parsed.insert(name, called);
+                }
+                Some(b'B') => {
+                    let statement = text_at(&frame, 6 + name.len());
+                    let called = self.parsed.get(&statement).map_or("", String::as_str);
+                    says = Some(format!("EXECUTE {called}{BOUND}"));
+                }
+                Some(b'D' | b'E' | b'C') => {}
+                _ => return Ok((all, says)),
+            }
+            frame = read_frame(client, false)?;
+            all.extend_from_slice(&frame);
+        }
+    }
+
+    /// The name under which this text was prepared by a simple query.
+    fn name_of(&self, sql: &str) -> Option<String> {
+        let (before, _) = self.prepared.split_once(&format!(" AS {sql}"))?;
+        let (_, name) = before.rsplit_once("PREPARE ")?;
+        Some(name.split('(').next().unwrap_or(name).to_owned())
+    }
+}
+
+/// The text that ends with a zero.
+fn text_at(frame: &[u8], at: usize) -> String {
+    let text = frame.get(at..).unwrap_or_default().split(|byte| *byte == 0).next().unwrap_or_default();
+    String::from_utf8_lossy(text).into_owned()
 }
 
 /// One message: a type byte (not in a client's first) and a length that counts itself.
