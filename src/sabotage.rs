@@ -10,6 +10,7 @@
 //! | `clock` | the clock after the waits: `now()` stands still from the start of the transaction |
 //! | `durable` | durable commits of acquire and extend |
 //! | `deadline` | the local deadline that is counted from the request: from the reply instead |
+//! | `patience` | no safeguard: statements are called by the driver's extended protocol from the first call on |
 
 #[cfg(all(feature = "sabotage", not(debug_assertions)))]
 compile_error!("the feature `sabotage` breaks the library on purpose: it is for debug builds of its tests");

@@ -67,7 +67,7 @@ pub fn table(
     history: &History,
     windows: &[(Fault, u64, u64)],
     violations: &[Violation],
-    messages: &BTreeMap<&'static str, u64>,
+    (messages, bound): (&BTreeMap<&'static str, u64>, u64),
 ) -> String {
     let at = |time: u64| {
         let end = windows.partition_point(|(_, from, _)| *from <= time);
@@ -102,7 +102,7 @@ pub fn table(
         history.ops.iter().filter(|op| op.what == What::Write && op.outcome == Outcome::Refused).count();
     let _ = write!(
         out,
-        "\nSingle messages: {}.\nWrites of holders that came too late, refused by their fence: {late}. Pauses of processes: {}.\n",
+        "\nSingle messages: {}. Calls by the driver's own prepared statements: {bound}.\nWrites of holders that came too late, refused by their fence: {late}. Pauses of processes: {}.\n",
         messages.join(", "),
         history.pauses.len()
     );

@@ -88,6 +88,7 @@ struct State {
     counts: BTreeMap<&'static str, u64>,
     last_answer: usize,
     zombies_over: u64,
+    bound: u64,
 }
 
 /// What is to be done with the answer that is under way.
@@ -116,6 +117,7 @@ impl Proxy {
             counts: BTreeMap::new(),
             last_answer: 0,
             zombies_over: 0,
+            bound: 0,
         };
         let inner = Arc::new(Inner { server, state: Mutex::new(state), changed: Condvar::new() });
         let there = Arc::clone(&inner);
@@ -184,6 +186,11 @@ impl Proxy {
         self.inner.state().counts.clone()
     }
 
+    /// How many calls came by Bind.
+    pub fn bound(&self) -> u64 {
+        self.inner.state().bound
+    }
+
     pub fn count(&self) -> u64 {
         self.inner.state().counts.values().sum()
     }
@@ -226,6 +233,7 @@ impl Inner {
 
     fn decide(&self, sql: &str) -> Action {
         let mut state = self.state();
+        state.bound += u64::from(sql.ends_with(BOUND));
         let action = state.rule.as_mut().map_or(Action::Pass, |rule| rule(sql));
         if action != Action::Pass {
             *state.counts.entry(action.name()).or_default() += 1;
