@@ -16,6 +16,7 @@ mod bounds;
 mod checker;
 #[cfg(feature = "sabotage")]
 mod controls;
+mod fenced;
 mod history;
 mod holder;
 mod pooler;
