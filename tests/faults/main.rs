@@ -17,6 +17,7 @@ mod checker;
 #[cfg(feature = "sabotage")]
 mod controls;
 mod fenced;
+mod fork;
 mod history;
 mod holder;
 mod pooler;
