@@ -13,13 +13,13 @@ use crate::support::{Config, LIMIT, Server, Worker, wait_until};
 const TTL: Duration = Duration::from_millis(500);
 const KEYS: usize = 100;
 
-const TABLES: &str = "CREATE TABLE ledger (key text PRIMARY KEY, n int8 NOT NULL DEFAULT 0, fence int8 NOT NULL DEFAULT 0); \
+pub const TABLES: &str = "CREATE TABLE ledger (key text PRIMARY KEY, n int8 NOT NULL DEFAULT 0, fence int8 NOT NULL DEFAULT 0); \
     CREATE TABLE history (id serial, key text, fence int8, n int8)";
 
 /// Reads for a change, in the store that knows nothing of locks: whoever is newer is known from here on.
-const READ_KEPT: &str = "UPDATE ledger SET fence = $2 WHERE key = $1 AND fence <= $2 RETURNING n";
+pub const READ_KEPT: &str = "UPDATE ledger SET fence = $2 WHERE key = $1 AND fence <= $2 RETURNING n";
 /// The one statement that keeps the fence beside the data; it notes what it did in the history.
-const WRITE_KEPT: &str = "WITH w AS (UPDATE ledger SET n = $3, fence = $2 WHERE key = $1 AND fence <= $2 RETURNING key) \
+pub const WRITE_KEPT: &str = "WITH w AS (UPDATE ledger SET n = $3, fence = $2 WHERE key = $1 AND fence <= $2 RETURNING key) \
     INSERT INTO history (key, fence, n) SELECT key, $2, $3 FROM w";
 /// The same without a look at the fence.
 const WRITE: &str = "WITH w AS (UPDATE ledger SET n = $3, fence = $2 WHERE key = $1 RETURNING key) \
@@ -167,10 +167,20 @@ fn newer(mode: Mode, client: &PgLockClient, sql: &mut Client, n: usize) -> bool 
 }
 
 /// What the history says: lost writes and stale ones.
-struct Damage {
-    lost: i64,
-    stale: i64,
-    written: i64,
+pub struct Damage {
+    pub lost: i64,
+    pub stale: i64,
+    pub written: i64,
+}
+
+impl Damage {
+    pub fn of(ledger: &mut Client) -> Self {
+        let sql = "SELECT count(*) - count(DISTINCT (key, n)), count(*) FILTER (WHERE fence < before), count(*) \
+            FROM (SELECT key, n, fence, max(fence) OVER (PARTITION BY key ORDER BY id \
+                ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before FROM history) AS h";
+        let row = ledger.query_one(sql, &[]).expect("the server answers");
+        Self { lost: row.get(0), stale: row.get(1), written: row.get(2) }
+    }
 }
 
 fn play(mode: Mode, batches: u64) -> Damage {
@@ -214,15 +224,7 @@ fn play(mode: Mode, batches: u64) -> Damage {
         told += written.strip_prefix("written ").and_then(|n| n.parse().ok()).unwrap_or(0);
     }
     old.tell("stop");
-    let damage = ledger
-        .query_one(
-            "SELECT count(*) - count(DISTINCT (key, n)), \
-               count(*) FILTER (WHERE fence < before), count(*) \
-             FROM (SELECT key, n, fence, max(fence) OVER (PARTITION BY key ORDER BY id ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before FROM history) AS h",
-            &[],
-        )
-        .expect("the server answers");
-    let damage = Damage { lost: damage.get(0), stale: damage.get(1), written: damage.get(2) };
+    let damage = Damage::of(&mut ledger);
     assert_eq!(damage.written.unsigned_abs(), told, "what was said to be written is written");
     println!(
         "{mode:?}: {} rounds, {} writes, {} lost, {} stale",

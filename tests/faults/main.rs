@@ -14,8 +14,12 @@ mod support;
 
 mod bounds;
 mod checker;
+#[cfg(target_os = "linux")]
+mod clock;
 #[cfg(feature = "sabotage")]
 mod controls;
+#[cfg(target_os = "linux")]
+mod disk;
 mod fenced;
 mod fork;
 mod history;
@@ -25,6 +29,7 @@ mod renewal;
 mod sessions;
 mod storm;
 mod table;
+mod tls;
 mod truth;
 mod weather;
 mod zombies;

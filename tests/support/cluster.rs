@@ -24,6 +24,8 @@ pub struct Config {
     pub fsync: bool,
     /// Another installation than the one that this run uses.
     pub binaries: Option<Binaries>,
+    /// Variables of the server's environment.
+    pub env: Vec<(String, String)>,
 }
 
 impl Config {
@@ -34,6 +36,12 @@ impl Config {
     #[must_use]
     pub fn set(mut self, name: &str, value: &str) -> Self {
         self.settings.push((name.into(), value.into()));
+        self
+    }
+
+    #[must_use]
+    pub fn env(mut self, name: &str, value: &str) -> Self {
+        self.env.push((name.into(), value.into()));
         self
     }
 
@@ -62,6 +70,7 @@ pub struct Cluster {
     binaries: Binaries,
     account: Account,
     port: u16,
+    env: Vec<(String, String)>,
     process: Mutex<Option<Child>>,
     // After the process: dropping this one stops whatever is left and removes the directory.
     keeper: Keeper,
@@ -75,7 +84,8 @@ impl Cluster {
             return Err(format!("{account:?} cannot reach the programs in {}", binaries.dir.display()));
         }
         let keeper = Keeper::new(&account)?;
-        let mut cluster = Self { binaries, account, port: 0, process: Mutex::new(None), keeper };
+        let env = config.env.clone();
+        let mut cluster = Self { binaries, account, port: 0, env, process: Mutex::new(None), keeper };
         cluster.create_data()?;
         cluster.append_settings(&config.file());
 
@@ -193,6 +203,7 @@ impl Cluster {
             .args(["-p", &self.port.to_string(), "-c", "listen_addresses=127.0.0.1", "-k"])
             .arg(self.dir())
             .current_dir(self.dir())
+            .envs(self.env.iter().map(|(name, value)| (name, value)))
             .stdout(log.try_clone().expect("a file handle can be copied"))
             .stderr(log)
             // Ctrl-C in the terminal is for the test process; the keeper ends the server after it.
