@@ -3,6 +3,26 @@
 use std::fs;
 use std::time::Duration;
 
+use rustix::process::Pid;
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+
+/// Runs something with this thread, the threads that it starts, and the server's new processes on one
+/// processor. A message and its answer take three times as long if the scheduler puts the two ends on
+/// two processors that were idle: that is a property of the machine, and it comes and goes.
+pub(crate) fn on_one<R>(postmaster: u32, work: impl FnOnce() -> R) -> R {
+    let all = sched_getaffinity(None).unwrap();
+    let mut one = CpuSet::new();
+    let last = (0..CpuSet::MAX_CPU).rev().find(|&cpu| all.is_set(cpu)).unwrap();
+    one.set(last);
+    let server = Pid::from_raw(i32::try_from(postmaster).unwrap());
+    sched_setaffinity(None, &one).unwrap();
+    sched_setaffinity(server, &one).unwrap();
+    let result = work();
+    sched_setaffinity(None, &all).unwrap();
+    sched_setaffinity(server, &all).unwrap();
+    result
+}
+
 /// What this process has used so far.
 pub(crate) fn client() -> Duration {
     let spent = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);

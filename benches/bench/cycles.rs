@@ -13,11 +13,17 @@ use crate::{Stage, TTL};
 
 pub(crate) fn run(stage: &Stage) {
     let socket = stage.schema.socket_url();
+    let postmaster = stage.server.pid().unwrap();
+    cpu::on_one(postmaster, || {
+        threaded(stage, &socket, 1, "socket, one processor", AtLeast(0.65));
+        durable(stage, &socket);
+        processor(stage, &socket);
+        variants(stage, &socket);
+    });
     for (threads, goal) in [(1, AtLeast(0.65)), (2, Goal::None), (4, Goal::None), (8, Goal::None)] {
         threaded(stage, &socket, threads, "socket", goal);
     }
     threaded(stage, &socket, 16, "socket", AtLeast(0.6));
-    durable(stage, &socket);
     let tcp = stage.schema.url();
     for threads in [1, 16] {
         threaded(stage, &tcp, threads, "TCP", Goal::None);
@@ -25,8 +31,6 @@ pub(crate) fn run(stage: &Stage) {
     let line = Line::start(stage.server.port(), Duration::from_micros(500));
     threaded(stage, &line.url(&tcp), 1, "1 ms round trip", AtLeast(0.9));
     threaded(stage, &line.url(&tcp), 16, "1 ms round trip", Goal::None);
-    processor(stage, &socket);
-    variants(stage, &socket);
 }
 
 fn cycle(client: &PgLockClient, key: &str) {
@@ -74,7 +78,7 @@ fn durable(stage: &Stage, url: &str) {
         || time(|| (0..100).for_each(|i| floor.durable_cycle(&format!("d{i}")))),
         || time(|| (0..100).for_each(|i| cycle(&client, &format!("d{i}")))),
     );
-    let figure = "the same, 1 thread, socket, against two durable commits";
+    let figure = "the same against two durable commits";
     stage.report.row(figure, pair.speed(), Goal::None, &pair.note(100, ["floor", "ours"]));
 }
 

@@ -48,7 +48,8 @@ fn large(stage: &Stage) {
         ))
         .unwrap();
     direct.batch_execute("VACUUM ANALYZE syncguard_fence_counters").unwrap();
-    direct.batch_execute("VACUUM ANALYZE syncguard_locks; CHECKPOINT").unwrap();
+    direct.batch_execute("VACUUM ANALYZE syncguard_locks").unwrap();
+    direct.batch_execute("CHECKPOINT").unwrap();
     let size = |client: &mut Client, relation: &str| {
         let sql = format!("SELECT pg_total_relation_size('{relation}')");
         client.query_one(&sql, &[]).unwrap().get::<_, i64>(0) as f64

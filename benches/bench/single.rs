@@ -10,13 +10,15 @@ use crate::floor::Floor;
 use crate::line::Line;
 use crate::pairs::{Pair, time};
 use crate::report::Goal::{self, AtLeast, AtMost};
-use crate::{Stage, TTL};
+use crate::{Stage, TTL, cpu};
 
 const N: usize = 200;
 
 pub(crate) fn run(stage: &Stage) {
-    operations(stage);
-    advisory(stage);
+    cpu::on_one(stage.server.pid().unwrap(), || {
+        operations(stage);
+        advisory(stage);
+    });
     round_trips(stage);
     allocations(stage);
 }

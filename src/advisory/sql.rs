@@ -29,31 +29,24 @@ pub(super) struct Statements {
     /// The same where the session's timer runs already.
     timed_tries: [Statement; 4],
     unlocks: [Statement; 4],
+    /// The same where the timer goes on.
+    timed_unlocks: [Statement; 4],
 }
 
 impl Statements {
     pub(super) fn new() -> Self {
+        let tries = ["pg_try_advisory_lock", "pg_try_advisory_lock_shared"];
+        let unlocks = ["pg_advisory_unlock", "pg_advisory_unlock_shared"];
         Self {
-            tries: tries("try", true),
-            timed_tries: tries("timed", false),
-            unlocks: [
-                Statement::new("unlock", ONE, unlock_text("pg_advisory_unlock", "$1", "$2")),
-                Statement::new("unlock", TWO, unlock_text("pg_advisory_unlock", TWO_KEYS, "$3")),
-                Statement::new("unlock_shared", ONE, unlock_text("pg_advisory_unlock_shared", "$1", "$2")),
-                Statement::new(
-                    "unlock_shared",
-                    TWO,
-                    unlock_text("pg_advisory_unlock_shared", TWO_KEYS, "$3"),
-                ),
-            ],
+            tries: family("try", tries, true, try_text),
+            timed_tries: family("timed_try", tries, false, try_text),
+            unlocks: family("unlock", unlocks, true, unlock_text),
+            timed_unlocks: family("timed_unlock", unlocks, false, unlock_text),
         }
     }
 
-    #[allow(clippy::many_single_char_names, reason = "an array of references, without an allocation")]
-    fn all(&self) -> [&Statement; 12] {
-        let ([a, b, c, d], [e, f, g, h]) = (&self.tries, &self.timed_tries);
-        let [i, j, k, l] = &self.unlocks;
-        [a, b, c, d, e, f, g, h, i, j, k, l]
+    fn all(&self) -> Vec<&Statement> {
+        [&self.tries, &self.timed_tries, &self.unlocks, &self.timed_unlocks].into_iter().flatten().collect()
     }
 
     fn of<'a>(of: &'a [Statement; 4], key: &AdvisoryKey, shared: bool) -> &'a Statement {
@@ -72,14 +65,18 @@ const ONE: &[&str] = &["pg_catalog.int8", "pg_catalog.text"];
 const TWO: &[&str] = &["pg_catalog.int8", "pg_catalog.int8", "pg_catalog.text"];
 const TWO_KEYS: &str = "$1::pg_catalog.int4, $2::pg_catalog.int4";
 
-/// The four tries, with or without the timer.
-fn tries(name: &str, sets: bool) -> [Statement; 4] {
-    let [exclusive, shared] = ["pg_try_advisory_lock", "pg_try_advisory_lock_shared"];
-    let of = |types, function, key, timer| {
-        let types: &'static [&'static str] = types;
-        // Without the timer there is one argument less.
-        let types = if sets { types } else { types.split_last().map_or(types, |(_, keys)| keys) };
-        Statement::new(name, types, try_text(function, key, sets.then_some(timer)))
+/// One kind of statement for both kinds of keys in both modes, with or without a setting of the timer.
+fn family(
+    name: &str,
+    [exclusive, shared]: [&str; 2],
+    sets: bool,
+    text: fn(&str, &str, Option<&str>) -> String,
+) -> [Statement; 4] {
+    let of = |mut types: &'static [&'static str], function, key, timer| {
+        if !sets && let Some((_, keys)) = types.split_last() {
+            types = keys;
+        }
+        Statement::new(name, types, text(function, key, sets.then_some(timer)))
     };
     [
         of(ONE, exclusive, "$1", "$2"),
@@ -92,27 +89,26 @@ fn tries(name: &str, sets: bool) -> [Statement; 4] {
 /// One try, and the session's timer if the lock was granted. The inner row is complete before
 /// anything of the outer one is: what the timer was is read before it is set.
 fn try_text(function: &str, key: &str, timer: Option<&str>) -> String {
-    let sets = timer.map_or_else(String::new, |timer| {
-        format!(
-            ", CASE WHEN s.granted AND s.before IS NOT NULL \
-             THEN pg_catalog.set_config('idle_session_timeout', {timer}, false) END"
-        )
-    });
+    let granted =
+        format!("CASE WHEN pg_catalog.pg_is_in_recovery() THEN NULL ELSE pg_catalog.{function}({key}) END");
+    let Some(timer) = timer else { return format!("SELECT pg_catalog.pg_backend_pid(), {granted}") };
     format!(
-        "SELECT s.pid, s.granted, s.before{sets} FROM (SELECT pg_catalog.pg_backend_pid() AS pid, \
-           pg_catalog.current_setting('idle_session_timeout', true) AS before, \
-           CASE WHEN pg_catalog.pg_is_in_recovery() THEN NULL ELSE pg_catalog.{function}({key}) END AS granted \
-           OFFSET 0) AS s"
+        "SELECT s.pid, s.granted, s.before, CASE WHEN s.granted AND s.before IS NOT NULL \
+           THEN pg_catalog.set_config('idle_session_timeout', {timer}, false) END \
+         FROM (SELECT pg_catalog.pg_backend_pid() AS pid, \
+           pg_catalog.current_setting('idle_session_timeout', true) AS before, {granted} AS granted OFFSET 0) AS s"
     )
 }
 
 /// The unlock, and the session's timer as it was; an empty text where the server has none.
-fn unlock_text(function: &str, key: &str, before: &str) -> String {
-    format!(
-        "SELECT pg_catalog.pg_backend_pid(), pg_catalog.{function}({key}), \
-         CASE WHEN {before} OPERATOR(pg_catalog.<>) '' \
-         THEN pg_catalog.set_config('idle_session_timeout', {before}, false) END"
-    )
+fn unlock_text(function: &str, key: &str, before: Option<&str>) -> String {
+    let back = before.map_or_else(String::new, |before| {
+        format!(
+            ", CASE WHEN {before} OPERATOR(pg_catalog.<>) '' \
+             THEN pg_catalog.set_config('idle_session_timeout', {before}, false) END"
+        )
+    });
+    format!("SELECT pg_catalog.pg_backend_pid(), pg_catalog.{function}({key}){back}")
 }
 
 /// Tries once, and in the same statement sets the session's timer if the lock was granted.
@@ -206,10 +202,13 @@ pub(super) fn unlock(
     shared: bool,
     before: Option<&str>,
 ) -> Result<(i32, bool), Trouble> {
-    let statement = Statements::of(&statements.unlocks, key, shared);
-    let back = if session.is_own() { "" } else { before.unwrap_or_default() };
-    let answers = call(session, statements, statement, key, Some(back))?;
-    if !session.is_own() {
+    let (kind, back) = if session.is_own() {
+        (&statements.timed_unlocks, None)
+    } else {
+        (&statements.unlocks, Some(before.unwrap_or_default()))
+    };
+    let answers = call(session, statements, Statements::of(kind, key, shared), key, back)?;
+    if back.is_some() {
         session.set_timer(None);
     }
     let row = required(answers.row(0)?)?;

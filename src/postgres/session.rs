@@ -20,13 +20,16 @@ use crate::postgres::error::{Trouble, call_error, is_unprepared};
 use crate::postgres::link::Link;
 use crate::postgres::row::{Row, int, malformed, required, text};
 use crate::postgres::source::Connection;
-use crate::postgres::statement::{Arg, Backend, LOCKS_FIRST, Memo, Message, SessionTimer, Statement};
+use crate::postgres::statement::{Arg, Backend, Handle, LOCKS_FIRST, Memo, Message, SessionTimer, Statement};
 
 /// How much later than the server's limits the client gives up.
 pub(crate) const GRACE: Duration = Duration::from_millis(100);
 
 /// How much later than the call's own end the limits of a settled session may end a wait.
 const LATE_MS: u64 = 300;
+
+/// How often a statement is called on one connection before the driver prepares it.
+const OFTEN: u32 = 16;
 
 /// How long a ROLLBACK may take before the connection is closed instead.
 const ROLLBACK_LIMIT: Duration = Duration::from_secs(1);
@@ -209,7 +212,8 @@ impl<'a> Session<'a> {
         self.states("")
     }
 
-    /// The same with names from `pg_catalog` before all others (a temporary type would come first otherwise), for statements written with plain operators.
+    /// The same with names from `pg_catalog` before all others (a temporary type would come first
+    /// otherwise), for statements written with plain operators.
     pub(crate) fn limits_plain(&self) -> String {
         let limits = self.states("");
         let separator = if limits.is_empty() { "" } else { ";" };
@@ -296,21 +300,27 @@ impl<'a> Session<'a> {
         self.noticed(outcome)
     }
 
-    /// Calls one statement by the driver's own kind of prepared statement: nothing is parsed, neither
-    /// there nor here. Only for a settled session, where nothing has to be stated beside it.
+    /// Calls one statement, by the driver's own kind of prepared statement once it is called often:
+    /// nothing is parsed then, neither there nor here, but to prepare it is a round trip. Only for a
+    /// settled session, where nothing has to be stated beside it.
     fn call(&mut self, statement: &Statement, args: &[Arg<'_>], commits: bool) -> Result<Answers, Trouble> {
         let memo = self.connection()?.memo();
         if memo.plain {
             return self.send(&Message::new().call(statement, args), commits);
         }
-        let handle = if let Some(handle) = memo.handle(statement) {
-            handle
-        } else {
-            let prepared = self
-                .round_trip(false, |client| client.prepare_typed(statement.text(), &statement.sql_types()));
-            let handle = self.noticed(prepared)?;
-            self.connection()?.memo().keep_handle(statement, handle.clone());
-            handle
+        let handle = match memo.handle(statement) {
+            Handle::Ready(handle) => handle,
+            Handle::Called(times) if times < OFTEN => {
+                return self.send(&Message::new().call(statement, args), commits);
+            }
+            Handle::Called(_) => {
+                let types = statement.sql_types();
+                let prepared =
+                    self.round_trip(false, |client| client.prepare_typed(statement.text(), &types));
+                let handle = self.noticed(prepared)?;
+                self.connection()?.memo().keep_handle(statement, handle.clone());
+                handle
+            }
         };
         let rows = self.round_trip(commits, |client| client.query(&handle, &Arg::parameters(args)));
         let rows = self.noticed(rows)?;

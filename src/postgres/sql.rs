@@ -142,7 +142,11 @@ impl Statements {
                 ),
             ),
             acquire: Statement::new("acquire", &[TEXT, TEXT, TEXT, TEXT, INT], acquire(tables)),
-            acquire_absent: Statement::new("absent", &[TEXT, TEXT, TEXT, TEXT, INT], acquire_absent(tables)),
+            acquire_absent: Statement::new(
+                "acquire_absent",
+                &[TEXT, TEXT, TEXT, TEXT, INT],
+                acquire_absent(tables),
+            ),
             find: Statement::new(
                 "find",
                 &[TEXT],

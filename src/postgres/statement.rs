@@ -236,8 +236,8 @@ impl<'a> Message<'a> {
 #[derive(Default)]
 pub(crate) struct Memo {
     prepared: HashSet<String>,
-    /// The driver's own prepared statements.
-    handles: HashMap<String, postgres::Statement>,
+    /// What is called often, by the name of the statement.
+    handles: HashMap<String, Handle>,
     /// Prepared statements do not stay on this connection: write everything out.
     pub(crate) plain: bool,
     /// How often in a row a prepared statement was gone.
@@ -248,6 +248,14 @@ pub(crate) struct Memo {
     pub(crate) settled_ms: Option<u64>,
     /// A timer that a session lock has set for the session, and that still runs.
     pub(crate) timer: Option<SessionTimer>,
+}
+
+/// How one statement is called on one connection.
+pub(crate) enum Handle {
+    /// By its name, so many times by now.
+    Called(u32),
+    /// By the driver's own kind of prepared statement.
+    Ready(postgres::Statement),
 }
 
 /// An `idle_session_timeout` of ours, and the setting as it was before.
@@ -309,12 +317,23 @@ impl Memo {
         self.backend = backend;
     }
 
-    pub(crate) fn handle(&self, statement: &Statement) -> Option<postgres::Statement> {
-        self.handles.get(&statement.name).cloned()
+    /// The driver's own prepared statement for this one, or how it is to be called for now.
+    pub(crate) fn handle(&mut self, statement: &Statement) -> Handle {
+        match self.handles.get_mut(&statement.name) {
+            Some(Handle::Ready(handle)) => Handle::Ready(handle.clone()),
+            Some(Handle::Called(times)) => {
+                *times += 1;
+                Handle::Called(*times)
+            }
+            None => {
+                self.handles.insert(statement.name.clone(), Handle::Called(1));
+                Handle::Called(1)
+            }
+        }
     }
 
     pub(crate) fn keep_handle(&mut self, statement: &Statement, handle: postgres::Statement) {
-        self.handles.insert(statement.name.clone(), handle);
+        self.handles.insert(statement.name.clone(), Handle::Ready(handle));
     }
 
     /// Prepared statements are gone (`DISCARD ALL`, a pooler): prepare again, or give up on it.
