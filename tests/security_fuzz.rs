@@ -7,6 +7,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 #[path = "../fuzz/bodies.rs"]
+#[allow(unreachable_pub)]
 mod bodies;
 
 use proptest::prelude::*;

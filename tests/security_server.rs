@@ -286,8 +286,8 @@ fn call<T>(what: &str, seed: u64, act: impl FnOnce() -> Result<T, LockError>) ->
 fn meet(seed: u64, grants: &AtomicU64) {
     let port = start(seed);
     let builder = PgLockClient::builder()
-        .auto_create_tables(seed % 4 == 0)
-        .cleanup_in_is_locked(seed % 3 == 0)
+        .auto_create_tables(seed.is_multiple_of(4))
+        .cleanup_in_is_locked(seed.is_multiple_of(3))
         .max_connections(2)
         .connection_timeout(Duration::from_millis(300))
         .operation_timeout(Duration::from_millis(300))
