@@ -18,6 +18,7 @@ mod checker;
 mod controls;
 mod history;
 mod holder;
+mod page;
 mod pooler;
 mod renewal;
 mod sessions;
