@@ -14,8 +14,11 @@ mod support;
 
 mod bounds;
 mod checker;
+mod clock;
 #[cfg(feature = "sabotage")]
 mod controls;
+mod disk;
+mod fork;
 mod history;
 mod holder;
 mod page;
