@@ -14,10 +14,14 @@ mod support;
 
 mod bounds;
 mod checker;
+mod clock;
 #[cfg(feature = "sabotage")]
 mod controls;
+mod disk;
+mod fork;
 mod history;
 mod holder;
+mod page;
 mod pooler;
 mod renewal;
 mod sessions;
