@@ -1,154 +1,88 @@
-//! The disk is full: a small file system, mounted for the test; `keeper.sh` unmounts it, however the
-//! test ends. Where nobody may mount anything, the tests say so and try nothing.
+//! A disk that is full: on a file system of a worker's own, with the server on it.
 
-use std::path::PathBuf;
-use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use syncguard::{
-    AcquireResult, ErrorCode, ExtendResult, Heartbeat, LockOptions, PgLockClient, ReleaseResult,
-};
+use syncguard::{AcquireResult, ErrorCode, ExtendResult, LockError, PgLockClient, ReleaseResult};
 
-use crate::support::account::Account;
-use crate::support::{Config, LIMIT, Server, Stop, wait_until};
+use crate::support::room::{Full, Room};
+use crate::support::worker::{self, Parent};
+use crate::support::{Config, Server, Worker};
 
-const TTL: Duration = Duration::from_secs(30);
+const TTL: Duration = Duration::from_secs(60);
+const LIMIT: Duration = Duration::from_secs(2);
 
-/// A small disk of a server.
-struct Disk {
-    dir: PathBuf,
-    account: Account,
+fn timed<R>(call: impl FnOnce() -> R) -> R {
+    let start = Instant::now();
+    let result = call();
+    assert!(start.elapsed() < LIMIT + Duration::from_secs(1), "{:?}", start.elapsed());
+    result
 }
 
-impl Disk {
-    fn mount(server: &Server, megabytes: u32) -> Option<Self> {
-        let (dir, account) = (server.dir().join("small"), Account::find().expect("there is one"));
-        assert!(account.command("mkdir").arg(&dir).status().expect("mkdir").success());
-        let mode = account.owner().unwrap_or_default();
-        let owner =
-            mode.split_once(':').map_or_else(String::new, |(uid, gid)| format!(",uid={uid},gid={gid}"));
-        let options = format!("size={megabytes}m,mode=0777{owner}");
-        let mount = |program: &[&str]| {
-            let (first, rest) = program.split_first()?;
-            let mut command = Command::new(first);
-            command.args(rest).args(["-t", "tmpfs", "-o", &options, "syncguard-test"]).arg(&dir);
-            command.output().ok().filter(|output| output.status.success())
-        };
-        if mount(&["mount"]).or_else(|| mount(&["sudo", "-n", "mount"])).is_none() {
-            println!("NOT TRIED: a full disk; nothing can be mounted here without being root");
-            return None;
+/// Grants keys that nobody has used, until an error.
+fn until_it_fails(client: &PgLockClient, from: usize) -> (Vec<syncguard::Acquired>, LockError) {
+    let mut granted = Vec::new();
+    loop {
+        // Long, so that the tables need more place soon.
+        let key = format!("{:x<500}", format!("new:{}:", from + granted.len()));
+        match timed(|| client.acquire(&key, TTL)) {
+            Ok(AcquireResult::Acquired(lease)) => granted.push(lease),
+            Ok(AcquireResult::Locked) => panic!("nobody else is there"),
+            Err(error) => return (granted, error),
         }
-        Some(Self { dir, account })
-    }
-
-    /// Nothing is left.
-    fn fill(&self) {
-        let mut dd = self.account.command("dd");
-        dd.args(["if=/dev/zero", "bs=4096"]).arg(format!("of={}", self.dir.join("filler").display()));
-        let output = dd.output().expect("dd");
-        assert!(!output.status.success(), "the file system has an end");
-    }
-
-    fn free(&self) {
-        std::fs::remove_file(self.dir.join("filler")).expect("it is there");
+        assert!(granted.len() < 100_000, "the disk is not full");
     }
 }
 
-/// Keys that fill pages fast.
-fn long_key(n: usize) -> String {
-    format!("{n}:{}", "x".repeat(400))
-}
-
-#[test]
-fn a_full_disk_under_the_tables_refuses_and_changes_nothing() {
-    let server = Server::start(&Config::new());
-    let Some(disk) = Disk::mount(&server, 32) else { return };
+fn tenant(parent: &Parent) {
+    let server = Server::start(&Config::new().set("max_wal_size", "64MB"));
+    let client = PgLockClient::builder().operation_timeout(LIMIT).connect(server.url()).unwrap();
+    let held = client.acquire("held", TTL).unwrap().acquired().unwrap();
+    let mut everything = vec![held.clone()];
+    for round in 0..2 {
+        let full = Full::fill();
+        let (granted, error) = until_it_fails(&client, 10_000 * round);
+        assert_eq!(error.code(), ErrorCode::ServiceUnavailable, "{error}");
+        assert_eq!(error.sqlstate(), Some("53100"), "{error}");
+        assert!(!error.is_outcome_unknown(), "{error}");
+        parent.say(&format!("{error}"));
+        // What needs no place goes on.
+        assert!(timed(|| client.is_locked("held")).unwrap());
+        drop(full);
+        everything.extend(granted);
+        let after = (0..50).map(|n| client.acquire(&format!("after:{round}:{n}"), TTL));
+        everything.extend(after.map(|result| result.unwrap().acquired().expect("nobody else is there")));
+    }
+    // The server's own log finds no place: it ends, and says so to nobody.
+    let full = Full::fill();
     let mut sql = server.client();
-    sql.batch_execute(&format!("CREATE TABLESPACE small LOCATION '{}'", disk.dir.display())).unwrap();
-    sql.batch_execute("CREATE DATABASE small TABLESPACE small").unwrap();
-    let url = format!("{}small", server.url().strip_suffix("postgres").unwrap());
-    let client = PgLockClient::connect(&url).unwrap();
-    let options = LockOptions::new().ttl(TTL).heartbeat(Heartbeat::Off);
-    let guard = client.lock_with("held", &options).unwrap();
-    disk.fill();
-    let mut n = 0;
+    while sql.batch_execute("SELECT pg_logical_emit_message(false, '', ''), pg_switch_wal()").is_ok() {}
     let error = loop {
-        match client.acquire(&long_key(n), TTL) {
-            Ok(granted) => assert!(matches!(granted, AcquireResult::Acquired(_))),
+        match timed(|| client.extend(&held.lock_id, TTL)) {
             Err(error) => break error,
+            Ok(extended) => assert!(matches!(extended, ExtendResult::Extended { .. })),
         }
-        n += 1;
-        assert!(n < 10_000, "the disk never is full");
     };
-    assert_eq!(error.code(), ErrorCode::ServiceUnavailable, "{error}");
-    assert!(!error.is_outcome_unknown(), "{error}");
-    let mut small = postgres::Client::connect(&url, postgres::NoTls).unwrap();
-    let mut count = |sql: &str| small.query_one(sql, &[]).unwrap().get::<_, i64>(0);
-    let rows = i64::try_from(n).unwrap() + 1;
-    assert_eq!(count("SELECT count(*) FROM syncguard_locks"), rows, "the refused one is not there");
-    assert_eq!(count("SELECT sum(fence)::int8 FROM syncguard_fence_counters"), rows, "no fence was burnt");
-
-    let before = guard.remaining();
-    match guard.extend(2 * TTL) {
-        Ok(ExtendResult::Extended { .. }) => {}
-        Ok(ExtendResult::NotHeld) => panic!("it is held"),
-        Err(error) => {
-            assert_eq!(error.code(), ErrorCode::ServiceUnavailable, "{error}");
-            assert!(guard.remaining() <= before, "the old deadline stays");
-        }
+    parent.say(&format!("{error}"));
+    assert!(matches!(error.code(), ErrorCode::ServiceUnavailable | ErrorCode::NetworkTimeout), "{error}");
+    drop(full);
+    server.revive();
+    // Nothing that was granted is lost, and no fence is granted again.
+    for lease in &everything {
+        assert!(client.owns(&lease.lock_id).unwrap());
     }
-    assert!(guard.is_held());
-    assert_eq!(guard.release().unwrap(), ReleaseResult::Released, "to delete takes no room");
-    disk.free();
-    let granted = client.acquire(&long_key(n), TTL).unwrap().acquired().expect("it is free");
-    assert_eq!(granted.fence.get(), 1);
+    assert!(matches!(client.acquire("held", TTL), Ok(AcquireResult::Locked)));
+    assert_eq!(client.release(&held.lock_id).unwrap(), ReleaseResult::Released);
+    assert!(client.acquire("held", TTL).unwrap().acquired().unwrap().fence > held.fence);
+    parent.say(&format!("{} leases are there", everything.len()));
 }
 
 #[test]
-fn a_full_disk_under_the_log_brings_the_server_down_and_repeats_no_fence() {
-    let server = Server::start(&Config::new());
-    let Some(disk) = Disk::mount(&server, 48) else { return };
-    let client = PgLockClient::connect(server.url()).unwrap();
-    server.stop(Stop::Fast);
-    let (wal, there) = (server.data_dir().join("pg_wal"), disk.dir.join("pg_wal"));
-    assert!(disk.account.command("mv").args([&wal, &there]).status().unwrap().success());
-    assert!(disk.account.command("ln").arg("-s").args([&there, &wal]).status().unwrap().success());
-    server.start_again();
-    disk.fill();
-    let burn = std::thread::spawn({
-        let mut sql = server.client();
-        // Writes until the segment is full; there is no room for another one.
-        move || {
-            while sql.execute("SELECT pg_logical_emit_message(true, '', repeat('x', 100000))", &[]).is_ok() {}
-        }
-    });
-    let mut last = 0;
-    let mut failures = 0;
-    wait_until(LIMIT, "the server has gone", || {
-        match client.acquire("k", TTL) {
-            Ok(AcquireResult::Acquired(granted)) => {
-                assert!(granted.fence.get() > last);
-                last = granted.fence.get();
-                let _ = client.release(&granted.lock_id);
-            }
-            // A release that was not heard.
-            Ok(AcquireResult::Locked) => {}
-            Err(error) => {
-                assert!(
-                    matches!(error.code(), ErrorCode::ServiceUnavailable | ErrorCode::NetworkTimeout),
-                    "{error}"
-                );
-                failures += 1;
-            }
-        }
-        failures > 2
-    });
-    burn.join().unwrap();
-    assert!(last > 0 && server.log().contains("No space left on device"), "{}", server.log());
-    disk.free();
-    server.stop(Stop::Kill);
-    server.start_again();
-    client.operator().break_lock("k", "its holder's release may be lost").unwrap();
-    let next = client.acquire("k", TTL).unwrap().acquired().expect("it is free");
-    assert!(next.fence.get() > last, "{} after {last}", next.fence);
+fn a_full_disk_loses_nothing_that_was_granted() {
+    worker::part("tenant", tenant);
+    let room = Room::new();
+    let mut tenant =
+        Worker::start_in(&room, 150, "disk::a_full_disk_loses_nothing_that_was_granted", "tenant");
+    let (lines, status) = tenant.report(crate::support::LIMIT * 2);
+    assert!(status.success(), "{lines:?}");
+    assert_eq!(lines.len(), 4, "{lines:?}");
 }

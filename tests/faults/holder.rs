@@ -22,7 +22,7 @@ fn run(parent: &Parent) {
     let number = |name: &str| parent.arg(name).parse::<u64>().expect("a number");
     let operation = Duration::from_millis(number("operation"));
     let client = PgLockClient::builder()
-        .max_connections(3)
+        .max_connections(u32::try_from(number("pool")).unwrap_or(1))
         .operation_timeout(operation)
         .connection_timeout(operation)
         .dispose_timeout(operation)

@@ -14,22 +14,18 @@ mod support;
 
 mod bounds;
 mod checker;
-#[cfg(target_os = "linux")]
 mod clock;
 #[cfg(feature = "sabotage")]
 mod controls;
-#[cfg(target_os = "linux")]
 mod disk;
-mod fenced;
 mod fork;
 mod history;
 mod holder;
+mod page;
 mod pooler;
 mod renewal;
 mod sessions;
 mod storm;
-mod table;
-mod tls;
 mod truth;
 mod weather;
 mod zombies;

@@ -12,6 +12,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::account::Account;
 use super::binaries::{Binaries, binaries};
+use super::clock::Clock;
 use super::keeper::Keeper;
 use super::wait::{LIMIT, poll};
 
@@ -24,8 +25,8 @@ pub struct Config {
     pub fsync: bool,
     /// Another installation than the one that this run uses.
     pub binaries: Option<Binaries>,
-    /// Variables of the server's environment.
-    pub env: Vec<(String, String)>,
+    /// Whether the server's clock can be set, see [`Server::set_clock`](super::Server::set_clock).
+    pub clock: bool,
 }
 
 impl Config {
@@ -39,9 +40,10 @@ impl Config {
         self
     }
 
+    /// The server gets a clock that a test can set.
     #[must_use]
-    pub fn env(mut self, name: &str, value: &str) -> Self {
-        self.env.push((name.into(), value.into()));
+    pub fn clock(mut self) -> Self {
+        self.clock = true;
         self
     }
 
@@ -70,7 +72,7 @@ pub struct Cluster {
     binaries: Binaries,
     account: Account,
     port: u16,
-    env: Vec<(String, String)>,
+    clock: Option<Clock>,
     process: Mutex<Option<Child>>,
     // After the process: dropping this one stops whatever is left and removes the directory.
     keeper: Keeper,
@@ -84,8 +86,8 @@ impl Cluster {
             return Err(format!("{account:?} cannot reach the programs in {}", binaries.dir.display()));
         }
         let keeper = Keeper::new(&account)?;
-        let env = config.env.clone();
-        let mut cluster = Self { binaries, account, port: 0, env, process: Mutex::new(None), keeper };
+        let clock = config.clock.then(|| Clock::new(keeper.dir())).transpose()?;
+        let mut cluster = Self { binaries, account, port: 0, clock, process: Mutex::new(None), keeper };
         cluster.create_data()?;
         cluster.append_settings(&config.file());
 
@@ -178,6 +180,26 @@ impl Cluster {
         *slot = None;
     }
 
+    /// Starts the server again if it has ended by itself.
+    pub fn revive(&self) -> Result<(), String> {
+        let ended = {
+            let mut slot = self.process();
+            let ended =
+                slot.as_mut().is_none_or(|child| child.try_wait().is_ok_and(|status| status.is_some()));
+            if ended {
+                *slot = None;
+            }
+            ended
+        };
+        if ended { self.launch() } else { Ok(()) }
+    }
+
+    /// # Panics
+    /// When the server was not started with [`Config::clock`].
+    pub fn clock(&self) -> &Clock {
+        self.clock.as_ref().expect("a server that was started with Config::clock")
+    }
+
     /// Adds lines to postgresql.conf; they count from the next reload or start.
     pub fn append_settings(&self, lines: &str) {
         let path = self.data_dir().join("postgresql.conf");
@@ -192,9 +214,12 @@ impl Cluster {
     fn spawn(&self) -> Child {
         let log = OpenOptions::new().create(true).append(true).open(self.dir().join("log"));
         let log = log.expect("the log can be written");
+        let mut command = self.account.command("/bin/sh");
+        if let Some(clock) = &self.clock {
+            clock.preload(&mut command);
+        }
         // The shell notes its process id for the keeper, then becomes the server.
-        self.account
-            .command("/bin/sh")
+        command
             .args(["-c", "echo $$ >\"$0\" && exec \"$@\""])
             .arg(self.dir().join("pid"))
             .arg(self.binaries.dir.join("postgres"))
@@ -203,7 +228,6 @@ impl Cluster {
             .args(["-p", &self.port.to_string(), "-c", "listen_addresses=127.0.0.1", "-k"])
             .arg(self.dir())
             .current_dir(self.dir())
-            .envs(self.env.iter().map(|(name, value)| (name, value)))
             .stdout(log.try_clone().expect("a file handle can be copied"))
             .stderr(log)
             // Ctrl-C in the terminal is for the test process; the keeper ends the server after it.

@@ -35,9 +35,6 @@ fi
 segment=$(sed -n '7s/^ *[0-9][0-9]*  *\([0-9][0-9]*\) *$/\1/p' "$dir/data/postmaster.pid")
 [ -z "$segment" ] || ipcrm -m "$segment"
 
-# A file system that a test has mounted there.
-[ ! -d "$dir/small" ] || umount "$dir/small" || sudo -n umount "$dir/small"
-
 # Something that was being started may still write here for a moment.
 tries=0
 until rm -rf "$dir" && [ ! -e "$dir" ] || [ "$tries" -ge 200 ]; do

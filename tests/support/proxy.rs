@@ -14,6 +14,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::io::{self, Read as _, Write as _};
 use std::net::{Shutdown, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -35,6 +36,9 @@ pub enum Action {
     SwallowAnswer,
     DelayQuery(Duration),
     DelayAnswer(Duration),
+    /// What a pooler does between two clients: everything of the session is forgotten before the query.
+    /// Within a transaction: as `Pass`.
+    DiscardAll,
     /// The client is cut, and the query arrives after this time; `None`: when the gate opens.
     Zombie(Option<Duration>),
 }
@@ -49,6 +53,7 @@ impl Action {
             Self::SwallowAnswer => "answer swallowed",
             Self::DelayQuery(_) => "query delayed",
             Self::DelayAnswer(_) => "answer delayed",
+            Self::DiscardAll => "DISCARD ALL before the query",
             Self::Zombie(_) => "query arrives after its client has gone",
         }
     }
@@ -98,6 +103,8 @@ enum Answer {
     CutAt(usize, Vec<u8>),
     Swallow,
     Delay(Duration),
+    /// That to `DISCARD ALL` is nobody's business.
+    PassSecond,
     /// Of a zombie: nobody listens.
     Unheard,
 }
@@ -271,15 +278,16 @@ fn serve(inner: &Arc<Inner>, client: TcpStream, server: &TcpStream) -> io::Resul
         id
     };
     let answer = Arc::new(Mutex::new(Answer::Pass));
+    let idle = Arc::new(AtomicBool::new(false));
     let back = {
-        let (inner, answer) = (Arc::clone(inner), Arc::clone(&answer));
+        let (inner, answer, idle) = (Arc::clone(inner), Arc::clone(&answer), Arc::clone(&idle));
         let (client, server) = (client.try_clone()?, server.try_clone()?);
         thread::spawn(move || {
-            let _ = pump_answers(&inner, server, &client, &answer);
+            let _ = pump_answers(&inner, server, &client, (&answer, &idle));
             let _ = client.shutdown(Shutdown::Both);
         })
     };
-    let outcome = pump_queries(inner, client, server, &answer);
+    let outcome = pump_queries(inner, client, server, (&answer, &idle));
     let _ = server.shutdown(Shutdown::Write);
     let _ = back.join();
     inner.state().open.remove(&id);
@@ -291,7 +299,7 @@ fn pump_queries(
     inner: &Inner,
     mut client: TcpStream,
     mut server: &TcpStream,
-    answer: &Mutex<Answer>,
+    (answer, idle): (&Mutex<Answer>, &AtomicBool),
 ) -> io::Result<()> {
     let set = |what| *answer.lock().unwrap_or_else(PoisonError::into_inner) = what;
     let cut = |client: &TcpStream| {
@@ -308,7 +316,6 @@ fn pump_queries(
             continue;
         };
         match inner.decide(&sql) {
-            Action::Pass => set(Answer::Pass),
             Action::CutQueryAt(n) => {
                 server.write_all(frame.get(..n.min(frame.len() - 1)).unwrap_or_default())?;
                 return cut(&client);
@@ -324,6 +331,12 @@ fn pump_queries(
                 set(Answer::Pass);
                 thread::sleep(delay);
             }
+            Action::DiscardAll if idle.load(Ordering::SeqCst) => {
+                set(Answer::PassSecond);
+                server.write_all(&query("DISCARD ALL"))?;
+            }
+            // Within a transaction there is nothing to discard.
+            Action::Pass | Action::DiscardAll => set(Answer::Pass),
             Action::DelayAnswer(delay) => set(Answer::Delay(delay)),
             Action::Zombie(delay) => {
                 set(Answer::Unheard);
@@ -344,7 +357,7 @@ fn pump_answers(
     inner: &Inner,
     mut server: TcpStream,
     mut client: &TcpStream,
-    answer: &Mutex<Answer>,
+    (answer, idle): (&Mutex<Answer>, &AtomicBool),
 ) -> io::Result<()> {
     loop {
         let frame = read_frame(&mut server, false);
@@ -359,6 +372,9 @@ fn pump_answers(
             return frame.map(drop);
         }
         let frame = frame?;
+        if frame.first() == Some(&b'Z') {
+            idle.store(frame.get(5) == Some(&b'I'), Ordering::SeqCst);
+        }
         match &mut *answer {
             Answer::Pass => client.write_all(&frame)?,
             Answer::CutAt(n, so_far) => {
@@ -370,7 +386,8 @@ fn pump_answers(
                     return server.shutdown(Shutdown::Both);
                 }
             }
-            Answer::Swallow | Answer::Unheard => {}
+            Answer::PassSecond if frame.first() == Some(&b'Z') => *answer = Answer::Pass,
+            Answer::Swallow | Answer::Unheard | Answer::PassSecond => {}
             Answer::Delay(delay) => {
                 let delay = *delay;
                 *answer = Answer::Pass;
@@ -442,6 +459,12 @@ impl Queries {
 fn text_at(frame: &[u8], at: usize) -> String {
     let text = frame.get(at..).unwrap_or_default().split(|byte| *byte == 0).next().unwrap_or_default();
     String::from_utf8_lossy(text).into_owned()
+}
+
+/// A simple query as a message.
+fn query(sql: &str) -> Vec<u8> {
+    let length = u32::try_from(sql.len() + 5).unwrap_or(u32::MAX);
+    [b"Q".as_slice(), &length.to_be_bytes(), sql.as_bytes(), b"\0"].concat()
 }
 
 /// One message: a type byte (not in a client's first) and a length that counts itself.
