@@ -26,6 +26,7 @@ mod pooler;
 mod renewal;
 mod sessions;
 mod storm;
+mod tls;
 mod truth;
 mod weather;
 mod zombies;
