@@ -28,6 +28,7 @@ mod sessions;
 mod storm;
 mod tls;
 mod truth;
+mod waits;
 mod weather;
 mod zombies;
 
