@@ -21,6 +21,7 @@ mod disk;
 mod fork;
 mod history;
 mod holder;
+mod late;
 mod page;
 mod pooler;
 mod renewal;
