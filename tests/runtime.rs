@@ -236,6 +236,23 @@ fn a_client_on_a_callers_pool_may_be_closed_and_dropped_in_a_runtime() {
 }
 
 #[test]
+fn the_last_of_a_callers_pool_may_be_dropped_in_a_runtime() {
+    let schema = support::schema();
+    let mut observer = schema.client();
+    for (flavour, runtime) in runtimes() {
+        let app = format!("last-{flavour}-{}", schema.name());
+        // The client's threads are gone; what is left is the view of the operator.
+        let operator = {
+            let client = busy_client(&schema, &app, true);
+            client.operator()
+        };
+        assert!(operator.counts().is_ok());
+        run(&runtime, move || drop(operator));
+        wait_until(LIMIT, "its connections are closed", || sessions(&mut observer, &app) == 0);
+    }
+}
+
+#[test]
 fn a_runtime_thread_beside_it_does_not_disturb_an_ordinary_one() {
     let schema = support::schema();
     let client = client(&schema);

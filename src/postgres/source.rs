@@ -29,7 +29,7 @@ pub(crate) struct Source {
 
 enum Operations {
     Own(Arc<Pool>),
-    Foreign { pool: Box<dyn ForeignPool>, canceller: Canceller },
+    Foreign { pool: CallersPool, canceller: Canceller },
 }
 
 enum Renewals {
@@ -63,7 +63,7 @@ impl Source {
                 Some(connector) => Renewals::Own(Pool::new(connector, 1, connection_timeout)),
                 None => Renewals::Kept(Mutex::new(None)),
             },
-            operations: Operations::Foreign { pool: Box::new(pool), canceller },
+            operations: Operations::Foreign { pool: CallersPool(Some(Box::new(pool))), canceller },
         }
     }
 
@@ -318,6 +318,32 @@ impl Canceller {
                     log::debug!("the cancel request did not reach the server: {error}");
                 }
             }
+        }
+    }
+}
+
+/// Our hold on a caller's pool. It may be the last one, and a pool drops its idle connections where
+/// it is dropped: never inside an async runtime.
+struct CallersPool(Option<Box<dyn ForeignPool>>);
+
+impl CallersPool {
+    fn lend(&self, wait: Duration) -> Result<Box<dyn Borrowed>> {
+        match &self.0 {
+            Some(pool) => pool.lend(wait),
+            // Only `drop` takes it out.
+            None => Err(LockError::new(ErrorCode::Aborted).with_message("the client is closed")),
+        }
+    }
+
+    fn max_size(&self) -> u32 {
+        self.0.as_ref().map_or(0, |pool| pool.max_size())
+    }
+}
+
+impl Drop for CallersPool {
+    fn drop(&mut self) {
+        if let Some(pool) = self.0.take() {
+            drop_client(pool);
         }
     }
 }
