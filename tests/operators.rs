@@ -274,19 +274,35 @@ fn cleaning(place: &Place) -> PgLockClient {
     place.build(&unique(), PgLockClient::builder().cleanup_in_is_locked(true))
 }
 
+/// Notes who deletes lock rows, and when.
+fn note_deletions(place: &Place) {
+    place.stored.run(
+        "CREATE TABLE passes (at timestamptz, who text); \
+         CREATE FUNCTION count_pass() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN \
+           EXECUTE format('INSERT INTO %I.passes VALUES (clock_timestamp(), current_setting(''application_name''))', \
+             TG_TABLE_SCHEMA); RETURN NULL; END $$; \
+         CREATE TRIGGER counted AFTER DELETE ON syncguard_locks FOR EACH STATEMENT EXECUTE FUNCTION count_pass()",
+    );
+}
+
 #[test]
 fn looking_deletes_nothing_unless_it_is_asked_to() {
     let place = place();
+    note_deletions(&place);
     let key = place.key("a");
     place.stored.write(&key, &id("a"), -3_600_000, 7);
     for _ in 0..20 {
         assert!(!place.client.is_locked(&key).unwrap());
     }
-    // Another client that cleans shows that there was something to clean.
-    assert!(place.stored.row(&key).is_some());
-    let client = cleaning(&place);
-    assert!(!client.is_locked(&key).unwrap());
-    wait_until(LIMIT, "the row is gone", || place.stored.row(&key).is_none());
+    // A client that does clean comes later; whoever deletes the row is the only one that tried.
+    let name = unique();
+    let client = place.build(&name, PgLockClient::builder().cleanup_in_is_locked(true));
+    wait_until(LIMIT, "the row is gone", || {
+        assert!(!client.is_locked(&key).unwrap());
+        place.stored.row(&key).is_none()
+    });
+    let sql = "SELECT array_agg(DISTINCT who) FROM passes";
+    assert_eq!(place.stored.one(sql, &[]).get::<_, Vec<String>>(0), [name]);
     assert_eq!(place.stored.counter(&key), Some(7));
     // Then nothing is left that would tell an expired lease from an unknown one.
     let never = CancelToken::never();
@@ -297,13 +313,7 @@ fn looking_deletes_nothing_unless_it_is_asked_to() {
 #[test]
 fn looking_cleans_up_at_most_once_a_second() {
     let place = place();
-    // Every clean-up that deletes something is counted by the server.
-    place.stored.run(
-        "CREATE TABLE passes (at timestamptz); \
-         CREATE FUNCTION count_pass() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN \
-           EXECUTE format('INSERT INTO %I.passes VALUES (clock_timestamp())', TG_TABLE_SCHEMA); RETURN NULL; END $$; \
-         CREATE TRIGGER counted AFTER DELETE ON syncguard_locks FOR EACH STATEMENT EXECUTE FUNCTION count_pass()",
-    );
+    note_deletions(&place);
     let client = cleaning(&place);
     let key = place.key("a");
     let passes = || place.stored.one("SELECT count(*) FROM passes", &[]).get::<_, i64>(0);

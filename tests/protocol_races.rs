@@ -239,6 +239,36 @@ fn the_ttl_counts_from_the_end_of_the_wait() {
 }
 
 #[test]
+fn the_ttl_counts_from_the_end_of_the_wait_for_a_row_too() {
+    let place = place();
+    let keys = [place.key("a"), place.key("b")];
+    for (key, word) in keys.iter().zip(["one", "two"]) {
+        place.stored.write(key, &id(word), -5_000, 1);
+    }
+    let mut busy = transaction(&place, "SELECT FROM syncguard_locks FOR UPDATE");
+    let calls: Vec<_> = FORMS
+        .into_iter()
+        .zip(&keys)
+        .map(|(two_messages, key)| {
+            let (name, key) = (unique(), key.clone());
+            let client = place.named(&name);
+            Call::start(&name, move || LockBackend::acquire(&client, &key, TTL, &token(two_messages)))
+        })
+        .collect();
+    for call in &calls {
+        call.wait_until_blocked(&place.stored);
+    }
+    place.wait_for(place.stored.now_ms() + 100);
+    let freed_at = place.stored.now_ms();
+    busy.batch_execute("ROLLBACK").unwrap();
+    for (call, key) in calls.into_iter().zip(&keys) {
+        let granted = call.join().unwrap().acquired().unwrap();
+        assert!(place.stored.row(key).unwrap().acquired_at_ms >= freed_at);
+        assert!(granted.expires_at_ms >= freed_at + 30_000);
+    }
+}
+
+#[test]
 fn a_guard_that_was_granted_after_a_long_wait_is_held_with_half_of_its_time_left() {
     let place = place();
     let a = place.key("a");

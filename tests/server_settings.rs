@@ -17,15 +17,28 @@ mod support;
 
 use std::time::Duration;
 
+use postgres::{Config, NoTls};
+use r2d2_postgres::PostgresConnectionManager;
 use support::{Call, LIMIT, Place, Role, TTL, place, unique, wait_until};
 use syncguard::{
-    AcquireResult, CancelToken, ExtendOutcome, LockBackend, LockOptions, Lookup, PgLockClient, ReleaseOutcome,
+    AcquireResult, CancelToken, ExtendOutcome, LockBackend, LockOptions, Lookup, PgLockClient,
+    PgLockClientBuilder, ReleaseOutcome, Result,
 };
 
 const FORMS: [bool; 2] = [false, true];
 
 fn token(two_messages: bool) -> CancelToken {
     if two_messages { CancelToken::new() } else { CancelToken::never() }
+}
+
+/// A client with sessions of its own, or on a caller's pool.
+fn client(builder: PgLockClientBuilder, config: Config, on_a_pool: bool) -> Result<PgLockClient> {
+    if !on_a_pool {
+        return builder.connect_with(config, NoTls);
+    }
+    let manager = PostgresConnectionManager::new(config, NoTls);
+    let pool = r2d2::Pool::builder().max_size(2).min_idle(Some(0)).test_on_check_out(false);
+    builder.build(pool.build(manager).unwrap())
 }
 
 /// Every operation once, in both forms, with the answers that they must give.
@@ -90,12 +103,15 @@ fn defaults_of_the_role_change_nothing() {
         for (setting, value) in settings.iter().skip(n).step_by(2) {
             role.set(&place.schema, setting, value);
             // A search path in the connection's options would win over the role's.
-            let builder = PgLockClient::builder().schema(place.schema.name());
-            let client = builder.connect_with(role.config_with_own_path(), postgres::NoTls);
-            let client = client.unwrap_or_else(|error| panic!("{setting} = {value}: {error:?}"));
-            // The key would end the string, or the backslash would be lost, if it were not quoted well.
-            let key = place.key(&format!("it's \\'; {n}"));
-            works_alone(&client, &place, &key, &format!("{setting} = {value}"));
+            for pool in [false, true] {
+                let what = format!("{setting} = {value}, a caller's pool: {pool}");
+                let builder = PgLockClient::builder().schema(place.schema.name());
+                let client = client(builder, role.config_with_own_path(), pool);
+                let client = client.unwrap_or_else(|error| panic!("{what}: {error:?}"));
+                // The key would end the string, or the backslash would be lost, if it were not quoted well.
+                let key = place.key(&format!("it's \\'; {n}"));
+                works_alone(&client, &place, &key, &what);
+            }
             stored.run(&format!("ALTER ROLE {} RESET ALL", role.name()));
         }
     });

@@ -54,9 +54,9 @@ impl Fence {
     pub(crate) fn following(counter: u64) -> Result<Self, LockError> {
         match counter.checked_add(1) {
             Some(next) if next <= FENCE_MAX => Ok(Self(next)),
-            _ => Err(LockError::new(ErrorCode::Internal).with_message(
-                "the key's fence counter has reached its limit and grants nothing more: use a new key, and never lower the counter",
-            )),
+            _ => Err(LockError::new(ErrorCode::Internal).with_message(format!(
+                "the key's fence counter has reached its limit of {FENCE_MAX} and grants nothing more: use a new key, and never lower the counter"
+            ))),
         }
     }
 

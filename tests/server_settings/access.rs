@@ -10,7 +10,6 @@ use openssl::rsa::Rsa;
 use openssl::ssl::{SslConnector, SslMethod};
 use openssl::x509::extension::{BasicConstraints, SubjectAlternativeName};
 use openssl::x509::{X509, X509NameBuilder};
-use postgres::NoTls;
 use postgres::config::SslMode;
 use postgres_openssl::MakeTlsConnector;
 use support::account::Account;

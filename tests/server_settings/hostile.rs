@@ -90,9 +90,14 @@ fn look_alikes_before_the_system_s_own_names_are_never_called() {
     ));
     let hostile = look_alikes(&place);
     role.set(&place.schema, "search_path", &format!("{hostile}, pg_catalog, {}", place.schema.name()));
-    let builder = PgLockClient::builder().schema(place.schema.name());
-    let client = builder.connect_with(role.config_with_own_path(), postgres::NoTls).unwrap();
-    works(&client, &place, &key, "with look-alikes");
+    let connect = |pool| {
+        let builder = PgLockClient::builder().schema(place.schema.name());
+        client(builder, role.config_with_own_path(), pool).unwrap()
+    };
+    for pool in [true, false] {
+        works(&connect(pool), &place, &place.key(&format!("{pool}")), "with look-alikes");
+    }
+    let client = connect(false);
     let options = LockOptions::new().ttl(Duration::from_secs(60));
     let guard = client.lock_with(&key, &options).unwrap();
     assert_eq!(client.operator().holders(10).unwrap().len(), 1);

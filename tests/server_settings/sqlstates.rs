@@ -1,7 +1,6 @@
 //! What the server refuses, really raised by it, and what becomes of it.
 
 use super::*;
-use postgres::NoTls;
 use std::error::Error as _;
 use support::{Config, Server, Stop};
 use syncguard::ErrorCode::{
