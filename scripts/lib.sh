@@ -128,6 +128,28 @@ ensure_test_tools() {
     [ ${#VERSIONS[@]} -eq 0 ] || have npm || apt_install npm
 }
 
+# --- other versions of the server ------------------------------------------------------------
+
+# Read by the scripts that source this file.
+# shellcheck disable=SC2034
+ALL_VERSIONS=(13 14 15 16 17 18)
+# shellcheck disable=SC2034
+OLDEST_AND_NEWEST=(13 18)
+
+# test_on_version MAJOR TEST…: runs these integration tests on a server of that version. A version
+# that cannot be had is a failure: what was not run is not known to work.
+test_on_version() {
+    local major=$1 bindir name tests=()
+    shift
+    bindir=$(scripts/fetch-postgres "$major") ||
+        die "PostgreSQL $major was NOT tested: it could not be fetched. To test the installed version alone: SYNCGUARD_ONE_VERSION=1"
+    for name in "$@"; do tests+=(--test "$name"); done
+    # A fifth of the random histories per version: they are played in full on the installed one.
+    env -u SYNCGUARD_TEST_URL SYNCGUARD_TEST_PG_BINDIR="$bindir" \
+        SYNCGUARD_SEQUENCES="${SYNCGUARD_SEQUENCES:-2000}" \
+        cargo test --locked --all-features --no-fail-fast "${tests[@]}"
+}
+
 # --- a throwaway server ----------------------------------------------------------------------
 
 SERVER_DIR=

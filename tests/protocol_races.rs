@@ -421,6 +421,26 @@ fn a_strangers_session_lock_on_the_keys_number_costs_no_more_than_the_calls_own_
 }
 
 #[test]
+fn a_row_that_somebody_keeps_locked_is_contention_when_the_time_is_over() {
+    let place = place();
+    let key = place.key("a");
+    place.stored.write(&key, &id("dead"), -5_000, 1);
+    let hasty = place.build(&unique(), PgLockClient::builder().operation_timeout(Duration::from_millis(400)));
+    hasty.is_locked("so that everything is prepared").unwrap();
+    let mut busy = transaction(&place, "SELECT FROM syncguard_locks FOR UPDATE");
+    for two_messages in FORMS {
+        let error = LockBackend::acquire(&hasty, &key, TTL, &token(two_messages)).unwrap_err();
+        assert_eq!(error.code(), ErrorCode::NetworkTimeout);
+        assert!(error.is_contention() && !error.is_outcome_unknown(), "{error:?}");
+    }
+    // So a waiter goes on waiting, and says in the end that it was the lock it waited for.
+    let options = LockOptions::new().timeout(Duration::from_millis(700));
+    assert_eq!(hasty.lock_with(&key, &options).unwrap_err().code(), ErrorCode::AcquisitionTimeout);
+    busy.batch_execute("ROLLBACK").unwrap();
+    assert_eq!(place.stored.counter(&key), Some(1));
+}
+
+#[test]
 fn one_of_sixteen_releases_of_one_id_succeeds() {
     let place = place();
     let a = place.key("a");

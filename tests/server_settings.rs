@@ -97,9 +97,13 @@ fn defaults_of_the_role_change_nothing() {
     ];
     let place = place();
     let stored = &place.stored;
-    support::together(2, |n| {
-        let role = Role::new(&place.schema);
+    // Before the threads: two grants on one schema at the same time fail each other in the server.
+    let roles = [(); 2].map(|()| Role::new(&place.schema));
+    for role in &roles {
         stored.run(&format!("GRANT ALL ON ALL TABLES IN SCHEMA {} TO {}", place.schema.name(), role.name()));
+    }
+    support::together(2, |n| {
+        let role = &roles[n];
         for (setting, value) in settings.iter().skip(n).step_by(2) {
             role.set(&place.schema, setting, value);
             // A search path in the connection's options would win over the role's.

@@ -10,7 +10,6 @@ use r2d2::{ManageConnection, PooledConnection};
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::postgres::connect::{Connector, check_runtime, drop_client, guard_runtime, rest};
-use crate::postgres::error::in_runtime;
 use crate::postgres::link::Link;
 use crate::postgres::pool::{Lent, Pool};
 use crate::postgres::statement::Memo;
@@ -183,6 +182,18 @@ impl Source {
     }
 }
 
+impl Drop for Source {
+    /// The connection that was kept is in order: it belongs to the caller's pool again.
+    fn drop(&mut self) {
+        if let Renewals::Kept(kept) = &mut self.renewals {
+            let kept = kept.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+            if let Some(connection) = kept {
+                connection.give_back();
+            }
+        }
+    }
+}
+
 /// A connection in use.
 pub(crate) enum Connection {
     Own(Lent),
@@ -289,18 +300,33 @@ impl Connection {
 
 impl Drop for Foreign {
     fn drop(&mut self) {
-        let Some(mut lent) = self.lent.take() else { return };
-        if lent.client().is_closed() {
-            return;
+        if let Some(lent) = self.lent.take() {
+            drop_client(Ending(Some(lent)));
         }
-        // r2d2 takes only a closed connection out of its pool, so have the server close this one.
+    }
+}
+
+/// A connection of a caller's pool that is in doubt. Dropping it, where the driver may be used, ends
+/// its session; one that cannot be ended never goes back.
+struct Ending(Option<Box<dyn Borrowed>>);
+
+impl Drop for Ending {
+    fn drop(&mut self) {
+        let Some(mut lent) = self.0.take() else { return };
+        // r2d2 takes only a closed connection out of its pool, so have the server close this one. Its
+        // answer may come before its end does; then the next message meets the end.
         let end = "ROLLBACK; SELECT pg_catalog.pg_terminate_backend(pg_catalog.pg_backend_pid())";
-        let ended = guard_runtime(|| lent.client().batch_execute(end));
-        if ended.is_ok() && !lent.client().is_closed() {
+        for message in [end, ""] {
+            if lent.client().is_closed() {
+                return;
+            }
+            if let Err(error) = lent.client().batch_execute(message) {
+                log::debug!("a connection in doubt was ended: {:?}", error.code());
+            }
+        }
+        if !lent.client().is_closed() {
             log::debug!("a connection in doubt could not be ended and is kept out of its pool");
             std::mem::forget(lent);
-        } else if in_runtime() {
-            drop_client(lent);
         }
     }
 }

@@ -5,8 +5,9 @@ use crate::storm::{Setup, run};
 use crate::weather::Fault;
 
 const SECONDS: u64 = 4;
-/// How often a storm is tried until it shows the damage: races are luck.
-const TRIES: u64 = 12;
+/// How often a storm is tried until it shows the damage. Races are luck: the rarest shows in one storm
+/// of seven or so.
+const TRIES: u64 = 60;
 
 #[track_caller]
 fn is_caught(sabotage: &[&str], fenced: bool, faults: &[Fault], rule: &str) {

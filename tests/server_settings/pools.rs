@@ -191,3 +191,56 @@ fn a_table_that_a_migration_has_locked_costs_no_more_than_the_calls_own_time() {
     migration.batch_execute("ROLLBACK").unwrap();
     works_alone(&patient, &place, &key, "afterwards");
 }
+
+#[test]
+fn a_client_that_is_dropped_leaves_the_pool_as_it_was() {
+    let place = place();
+    let pool = pool(&place, 2);
+    for round in 0..5 {
+        let client = PgLockClient::builder().build(pool.clone()).unwrap();
+        let guard = client.lock(&place.key("a")).unwrap();
+        // With a renewed guard one connection is the client's.
+        let one = pool.get().unwrap();
+        assert!(pool.try_get().is_none());
+        drop(one);
+        if round % 2 == 0 {
+            guard.release().unwrap();
+        } else {
+            drop(guard);
+        }
+        drop(client);
+        wait_until(LIMIT, "the pool lends all of its connections again", || {
+            let (first, second) = (pool.try_get(), pool.try_get());
+            first.is_some() && second.is_some()
+        });
+    }
+}
+
+#[test]
+fn a_connection_in_doubt_is_ended_and_the_pool_opens_another() {
+    let place = place();
+    let key = place.key("a");
+    let mut config = place.schema.config();
+    let name = unique();
+    config.application_name(&name);
+    let manager = PostgresConnectionManager::new(config, NoTls);
+    let pool = r2d2::Pool::builder().max_size(1).min_idle(Some(0)).build(manager).unwrap();
+    let client = PgLockClient::builder().operation_timeout(LIMIT).build(pool.clone()).unwrap();
+    let mut stalled = place.schema.client();
+    stalled.batch_execute(&format!("BEGIN; SELECT pg_advisory_xact_lock(hashtext('{key}'))")).unwrap();
+    let pid = |pool: &Pool| -> i32 {
+        pool.get().unwrap().query_one("SELECT pg_backend_pid()", &[]).unwrap().get(0)
+    };
+    let before = pid(&pool);
+    let token = CancelToken::new();
+    let call = {
+        let (client, key) = (client.cancellable(&token), key.clone());
+        Call::start(&name, move || client.acquire(&key, TTL))
+    };
+    call.wait_until_blocked(&place.stored);
+    token.cancel();
+    assert_eq!(call.join().unwrap_err().code(), syncguard::ErrorCode::Aborted);
+    stalled.batch_execute("COMMIT").unwrap();
+    assert_ne!(pid(&pool), before, "a connection in the middle of something came back");
+    assert!(client.acquire(&key, TTL).unwrap().acquired().is_some());
+}

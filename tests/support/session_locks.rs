@@ -39,6 +39,13 @@ pub fn holders(observer: &mut Client, key: AdvisoryKey) -> i64 {
     observer.query_one(sql, &[&number]).unwrap().get(0)
 }
 
+/// Whether the server ends idle sessions by itself, which 13 does not: there the timer that frees a
+/// stopped process' lock does not exist.
+pub fn has_session_timer(observer: &mut Client) -> bool {
+    let sql = "SELECT current_setting('idle_session_timeout', true) IS NOT NULL";
+    observer.query_one(sql, &[]).unwrap().get(0)
+}
+
 pub fn connections(observer: &mut Client, name: &str) -> i64 {
     let sql = "SELECT count(*) FROM pg_stat_activity WHERE application_name = $1";
     observer.query_one(sql, &[&name]).unwrap().get(0)

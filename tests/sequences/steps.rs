@@ -1,0 +1,176 @@
+//! What a history is made of, and how one is drawn at random.
+
+use proptest::prelude::*;
+
+/// How many keys, and how many clients that contend for them.
+pub(crate) const KEYS: usize = 3;
+pub(crate) const CLIENTS: usize = 3;
+
+/// All ttls are half a second off a whole one and all pauses are whole seconds, so that every moment
+/// at which something is decided is half a second away from the edge of every lease: the few
+/// milliseconds that pass by themselves on a server change no decision.
+pub(crate) const TTLS_MS: [i64; 5] = [500, 1_500, 3_500, 30_500, 86_400_500];
+
+/// What one client does, or what happens to a key behind the clients' backs.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Step {
+    /// An acquire with an id that the backend chooses.
+    Acquire {
+        key: usize,
+        ttl: usize,
+        form: Form,
+    },
+    /// An attempt with a new id, which becomes the client's id for the key.
+    Attempt {
+        key: usize,
+        client: usize,
+        ttl: usize,
+        form: Form,
+    },
+    /// An attempt with the client's last id for the key, as after a lost answer.
+    Again {
+        key: usize,
+        client: usize,
+        ttl: usize,
+        form: Form,
+    },
+    /// An attempt for one key with an id that was meant for another.
+    Stray {
+        key: usize,
+        other: usize,
+        client: usize,
+        form: Form,
+    },
+    Release {
+        id: Id,
+        form: Form,
+    },
+    /// A release that no token stops, as guards make it.
+    ReleaseBy {
+        id: Id,
+    },
+    Extend {
+        id: Id,
+        ttl: usize,
+        form: Form,
+    },
+    IsLocked {
+        key: usize,
+        form: Form,
+    },
+    Peek {
+        key: usize,
+        form: Form,
+    },
+    LookupKey {
+        key: usize,
+        form: Form,
+    },
+    LookupId {
+        id: Id,
+        form: Form,
+    },
+    /// One batch, of the clients' leases of the keys whose bit is set.
+    Renew {
+        clients: [Option<usize>; KEYS],
+        ttl: usize,
+    },
+    /// So many seconds go by, or the server's clock is set back.
+    Pass {
+        seconds: i64,
+    },
+    /// The key's lease ended so long ago; if negative, it has that long to live.
+    Age {
+        key: usize,
+        past_ms: i64,
+    },
+    /// Somebody else holds the key now, whoever had it.
+    TakeOver {
+        key: usize,
+    },
+    /// The key's row is deleted.
+    Remove {
+        key: usize,
+    },
+    /// The key's fence counter is set.
+    Counter {
+        key: usize,
+        value: u64,
+    },
+}
+
+/// One message to the server, or two with a look at the token in between.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Form {
+    One,
+    Two,
+}
+
+/// A lock id: a client's last one for a key, the last one a backend chose for it, or a stranger's.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Id {
+    Mine { key: usize, client: usize },
+    Chosen { key: usize },
+    Stranger { key: usize },
+}
+
+pub(crate) fn history() -> impl Strategy<Value = Vec<Step>> {
+    // Steps that leave nothing behind are rarer than steps that others can meet.
+    let step = prop_oneof![
+        6 => (keys(), clients(), ttls(), forms())
+            .prop_map(|(key, client, ttl, form)| Step::Attempt { key, client, ttl, form }),
+        3 => (keys(), clients(), ttls(), forms())
+            .prop_map(|(key, client, ttl, form)| Step::Again { key, client, ttl, form }),
+        1 => (keys(), ttls(), forms()).prop_map(|(key, ttl, form)| Step::Acquire { key, ttl, form }),
+        1 => (keys(), keys(), clients(), forms())
+            .prop_map(|(key, other, client, form)| Step::Stray { key, other, client, form }),
+        3 => (ids(), forms()).prop_map(|(id, form)| Step::Release { id, form }),
+        1 => ids().prop_map(|id| Step::ReleaseBy { id }),
+        4 => (ids(), ttls(), forms()).prop_map(|(id, ttl, form)| Step::Extend { id, ttl, form }),
+        1 => (keys(), forms()).prop_map(|(key, form)| Step::IsLocked { key, form }),
+        1 => (keys(), forms()).prop_map(|(key, form)| Step::Peek { key, form }),
+        1 => (keys(), forms()).prop_map(|(key, form)| Step::LookupKey { key, form }),
+        1 => (ids(), forms()).prop_map(|(id, form)| Step::LookupId { id, form }),
+        2 => (prop::array::uniform3(prop::option::weighted(0.7, clients())), ttls())
+            .prop_map(|(clients, ttl)| Step::Renew { clients, ttl }),
+        6 => prop_oneof![8 => 1_i64..6, 1 => Just(-3), 1 => Just(90)].prop_map(|seconds| Step::Pass { seconds }),
+        1 => (keys(), prop::sample::select(vec![-5_500, -500, 500, 1_500]))
+            .prop_map(|(key, past_ms)| Step::Age { key, past_ms }),
+        1 => keys().prop_map(|key| Step::TakeOver { key }),
+        1 => keys().prop_map(|key| Step::Remove { key }),
+        1 => (keys(), counters()).prop_map(|(key, value)| Step::Counter { key, value }),
+    ];
+    prop::collection::vec(step, 1..20)
+}
+
+fn keys() -> impl Strategy<Value = usize> + Clone {
+    // Most of it happens to one key: histories are short.
+    prop_oneof![3 => Just(0_usize), 1 => 1..KEYS]
+}
+
+fn clients() -> impl Strategy<Value = usize> + Clone {
+    0..CLIENTS
+}
+
+fn ttls() -> impl Strategy<Value = usize> + Clone {
+    0..TTLS_MS.len()
+}
+
+fn forms() -> impl Strategy<Value = Form> + Clone {
+    prop_oneof![Just(Form::One), Just(Form::Two)]
+}
+
+fn ids() -> impl Strategy<Value = Id> {
+    prop_oneof![
+        8 => (keys(), clients()).prop_map(|(key, client)| Id::Mine { key, client }),
+        1 => keys().prop_map(|key| Id::Chosen { key }),
+        1 => keys().prop_map(|key| Id::Stranger { key }),
+    ]
+}
+
+/// Small, near the warning, at the limit and beyond it, with a digit more than a fence may have.
+fn counters() -> impl Strategy<Value = u64> {
+    use syncguard::{FENCE_MAX, FENCE_WARN};
+    let values = vec![0, 7, FENCE_WARN, FENCE_MAX - 1, FENCE_MAX, FENCE_MAX + 1, 1_000_000_000_000_000];
+    prop::sample::select(values)
+}
