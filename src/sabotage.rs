@@ -29,11 +29,17 @@ pub(crate) const fn on(_switch: &str) -> bool {
 /// A statement's text, without the safeguards that are switched off.
 #[cfg(feature = "sabotage")]
 pub(crate) fn sql(mut text: String) -> String {
-    const CUTS: [(&str, &str, &str); 7] = [
+    const CUTS: [(&str, &str, &str); 8] = [
         ("row-lock", " FOR UPDATE OF l", ""),
         ("row-lock", " FOR UPDATE SKIP LOCKED", ""),
         ("row-lock", " FOR UPDATE", ""),
         ("advisory-lock", "pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext($1)::pg_catalog.int8)", "$1"),
+        (
+            "upsert-condition",
+            "ON CONFLICT (key) DO NOTHING",
+            "ON CONFLICT (key) DO UPDATE SET lock_id = EXCLUDED.lock_id, expires_at_ms = EXCLUDED.expires_at_ms, \
+             acquired_at_ms = EXCLUDED.acquired_at_ms, fence = EXCLUDED.fence",
+        ),
         ("clock", "pg_catalog.clock_timestamp()", "pg_catalog.now()"),
         ("durable", "ARRAY['off', 'local']", "ARRAY['on', 'local']"),
         ("durable", "'synchronous_commit', 'on'", "'synchronous_commit', 'off'"),

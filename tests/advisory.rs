@@ -373,3 +373,32 @@ fn an_acquire_of_a_lease_names_the_session_lock_that_it_meets() {
     drop(guard);
     drop(leases.lock(&name).unwrap());
 }
+
+#[test]
+fn a_key_that_is_on_a_callers_connection_already_is_not_free() {
+    // A session may take a lock twice: what other code left on it must not let anybody in.
+    let config: postgres::Config = server().url().parse().unwrap();
+    let pool = r2d2::Pool::builder()
+        .max_size(1)
+        .test_on_check_out(false)
+        .build(PostgresConnectionManager::new(config, NoTls))
+        .unwrap();
+    let client = builder().build(pool.clone()).unwrap();
+    let (key, other) = (key(), key());
+    let (number, mut observer) = (key.as_i64().unwrap(), server().client());
+    let left = |sql: &str| pool.get().unwrap().execute(sql, &[&number]).unwrap();
+    for (take, give) in [
+        ("SELECT pg_advisory_lock($1)", "SELECT pg_advisory_unlock($1)"),
+        ("SELECT pg_advisory_lock_shared($1)", "SELECT pg_advisory_unlock_shared($1)"),
+    ] {
+        left(take);
+        assert!(client.try_advisory_lock(&key).unwrap().is_none());
+        assert!(client.try_advisory_lock_with(&key, &AdvisoryOptions::new().shared()).unwrap().is_none());
+        // Another key is, and what was left stays.
+        assert_eq!(taken(&client, other).release().unwrap(), ReleaseResult::Released);
+        assert_eq!(holders(&mut observer, key), 1);
+        left(give);
+        assert_eq!(taken(&client, key).release().unwrap(), ReleaseResult::Released);
+        assert_eq!(holders(&mut observer, key), 0);
+    }
+}

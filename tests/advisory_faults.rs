@@ -308,7 +308,9 @@ fn a_try_that_fails_after_its_grant_leaves_no_lock() {
         .batch_execute(
             "ALTER FUNCTION pg_catalog.set_config(text, text, boolean) RENAME TO real_set_config; \
              CREATE FUNCTION pg_catalog.set_config(text, text, boolean) RETURNS text VOLATILE LANGUAGE plpgsql \
-             AS $$ BEGIN RAISE EXCEPTION 'on purpose' USING ERRCODE = '57014'; END $$;",
+             AS $$ BEGIN RAISE EXCEPTION 'on purpose' USING ERRCODE = '57014'; END $$; \
+             SELECT pg_terminate_backend(pid) FROM pg_stat_activity \
+             WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()",
         )
         .unwrap();
     let key = key();
@@ -438,4 +440,42 @@ fn the_tables_of_the_server_are_not_needed() {
 fn server_port() -> u16 {
     let config: postgres::Config = server().url().parse().unwrap();
     config.get_ports()[0]
+}
+
+#[test]
+fn a_grant_whose_answer_comes_when_its_time_is_over_makes_no_guard() {
+    let server = Server::start(&Config::new());
+    let (client, clock) = (
+        builder().max_connections(1).operation_timeout(LIMIT).connect(server.url()).unwrap(),
+        client(server.url()),
+    );
+    let key = key();
+    let mut late = None;
+    wait_until(LIMIT, "an answer comes too late", || {
+        let pid = taken(&client, key).pid().unsigned_abs();
+        let limit = clock
+            .try_advisory_lock_with(&self::key(), &holding(Duration::from_millis(300)))
+            .unwrap()
+            .unwrap();
+        support::cluster::signal(pid, "STOP");
+        thread::scope(|scope| {
+            let attempt =
+                scope.spawn(|| client.try_advisory_lock_with(&key, &holding(Duration::from_millis(40))));
+            assert!(limit.lost().wait_timeout(LIMIT));
+            support::cluster::signal(pid, "CONT");
+            match attempt.join().unwrap() {
+                // The thread came late itself.
+                Ok(guard) => drop(guard.expect("nobody else wants it")),
+                Err(error) => late = Some(error),
+            }
+        });
+        late.is_some()
+    });
+    let error = late.unwrap();
+    assert_eq!(error.code(), ErrorCode::NetworkTimeout, "{error:?}");
+    assert!(error.to_string().contains("max_hold"), "{error}");
+    let mut observer = server.client();
+    let sql = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'";
+    wait_until(LIMIT, "it is let go", || observer.query_one(sql, &[]).unwrap().get::<_, i64>(0) == 0);
+    drop(taken(&client, key));
 }

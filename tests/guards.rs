@@ -315,7 +315,8 @@ fn drop_of_a_row_that_another_session_locks_ends_with_a_timeout() {
         let start = Instant::now();
         drop(guard);
         let took = start.elapsed();
-        assert!((ms(300)..ms(300) + MARGIN).contains(&took), "Drop took {took:?}");
+        // The server counts whole milliseconds of what is left.
+        assert!((ms(290)..ms(300) + MARGIN).contains(&took), "Drop took {took:?}");
         let told: Vec<_> = failures.list().into_iter().map(|(code, source, ..)| (code, source)).collect();
         assert_eq!(told, [(ErrorCode::NetworkTimeout, ReleaseSource::Drop)]);
         other.batch_execute("ROLLBACK").unwrap();

@@ -139,6 +139,12 @@ fn attempt(
         return Err(error);
     }
     let guard = AdvisoryGuard::new(hold, Arc::clone(&inner.crew), inner.crew.limit, inner.dispose_timeout);
+    if !guard.is_held() {
+        // The answer was under way for as long as the lock may be held, or this process did not run.
+        return Err(LockError::new(ErrorCode::NetworkTimeout).with_message(
+            "the lock was granted, but its max_hold was over before the answer came; it is let go: raise max_hold",
+        ));
+    }
     Ok(Some(guard))
 }
 
@@ -151,8 +157,16 @@ fn try_on(
     end: Instant,
 ) -> Result<Option<Held>, Trouble> {
     if !inner.proven.load(Ordering::Acquire) {
-        probe::prove(&inner.postgres, &mut session, end)?;
+        probe::prove(&inner.postgres, &inner.statements, &mut session, end)?;
         inner.proven.store(true, Ordering::Release);
+    }
+    if !session.is_own() && sql::is_held_here(&mut session, &key)? {
+        // Somebody else has used this session, and a session takes a lock that it has once more.
+        log::warn!(
+            "a connection of the caller's pool came with the session lock {key} on it: unlock before you give it back"
+        );
+        session.finish();
+        return Ok(None);
     }
     if Instant::now() >= end {
         // Nothing was sent, so nothing needs to be checked.
@@ -162,7 +176,7 @@ fn try_on(
     // Counted from before the request, so that our deadline comes before the server's.
     let sent = inner.crew.clock.now();
     let timer = (!terms.keep).then(|| terms.max_hold.saturating_add(SERVER_GRACE));
-    let grant = match sql::try_lock(&mut session, &key, terms.shared, timer) {
+    let grant = match sql::try_lock(&mut session, &inner.statements, &key, terms.shared, timer) {
         Ok(grant) => grant,
         Err(Trouble::Refused(error)) => {
             finish_checked(session, &key);

@@ -9,16 +9,17 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::advisory::hold::{Hold, Taken};
 use crate::advisory::queue::Queue;
+use crate::advisory::sql::Statements;
 use crate::advisory::{AdvisoryLost, monitor, session};
 use crate::error::{ErrorCode, LockError, Result};
-use crate::model::time::Clock;
-use crate::postgres::Connection;
+use crate::model::time::{Clock, Moment};
+use crate::postgres::{Connection, PostgresBackend};
 
 /// How long the threads stay when the last guard is gone, so that a row of short locks does not
 /// start them again and again.
@@ -34,6 +35,9 @@ pub(super) struct Crew {
     pub(super) queue: Arc<Queue>,
     /// How long letting go may take when nobody said otherwise.
     pub(super) limit: Duration,
+    pub(super) statements: Arc<Statements>,
+    /// Where the connections are from; a guard may outlive it.
+    pub(super) postgres: Weak<PostgresBackend>,
     board: Mutex<Board>,
     pub(super) monitor_bell: Condvar,
     pub(super) session_bell: Condvar,
@@ -53,6 +57,8 @@ pub(super) struct Board {
     pub(super) stage: Stage,
     /// Rises with everything that the monitor must look at.
     pub(super) changes: u64,
+    /// When the monitor looks again by itself, while it sleeps.
+    pub(super) monitor_until: Option<Moment>,
     /// How long the last round of pings took.
     pub(super) round: Duration,
 }
@@ -68,11 +74,17 @@ pub(super) enum Stage {
 }
 
 impl Crew {
-    pub(super) fn new(limit: Duration) -> Arc<Self> {
+    pub(super) fn new(
+        limit: Duration,
+        statements: Arc<Statements>,
+        postgres: Weak<PostgresBackend>,
+    ) -> Arc<Self> {
         Arc::new(Self {
             clock: Clock::system(),
             queue: Arc::default(),
             limit,
+            statements,
+            postgres,
             board: Mutex::default(),
             monitor_bell: Condvar::new(),
             session_bell: Condvar::new(),
@@ -111,9 +123,13 @@ impl Crew {
         self.start_session_thread(&mut board)?;
         board.holds.insert(hold.id, Arc::clone(hold));
         board.changes += 1;
+        // Both threads look often enough by themselves, and to wake two threads for each short lock
+        // would cost more than the lock. Only an early deadline cannot wait for that.
+        let early = board.monitor_until.is_some_and(|until| hold.deadline < until);
         drop(board);
-        self.monitor_bell.notify_all();
-        self.session_bell.notify_all();
+        if early {
+            self.monitor_bell.notify_all();
+        }
         Ok(())
     }
 
@@ -238,8 +254,13 @@ pub(super) struct Visit<'a>(&'a Crew);
 
 impl Drop for Visit<'_> {
     fn drop(&mut self) {
-        self.0.board().visitors -= 1;
-        self.0.progress.notify_all();
+        let mut board = self.0.board();
+        board.visitors -= 1;
+        let awaited = board.visitors == 0 && board.stage == Stage::Closed;
+        drop(board);
+        if awaited {
+            self.0.progress.notify_all();
+        }
     }
 }
 

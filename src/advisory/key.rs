@@ -93,14 +93,15 @@ impl AdvisoryKey {
         }
     }
 
-    /// The arguments of an advisory lock function. Quoted: a bare -9223372036854775808 would be a
-    /// `numeric`, for which there is no such function.
-    pub(super) fn arguments(&self) -> String {
+    pub(super) fn is_pair(&self) -> bool {
+        matches!(self.0, Form::Two(..))
+    }
+
+    /// The arguments of an advisory lock function.
+    pub(super) fn numbers(&self) -> (i64, Option<i64>) {
         match self.0 {
-            Form::One(number) => format!("'{number}'::pg_catalog.int8"),
-            Form::Two(first, second) => {
-                format!("'{first}'::pg_catalog.int4, '{second}'::pg_catalog.int4")
-            }
+            Form::One(number) => (number, None),
+            Form::Two(first, second) => (first.into(), Some(second.into())),
         }
     }
 

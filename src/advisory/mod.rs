@@ -20,9 +20,11 @@
 //! *One connection, one lock.*
 //!
 //! 1. A guard owns its connection from the grant to its end. A session's re-entrancy, by which the
-//!    same session may take a lock twice, can therefore not let two holders of this process in.
+//!    same session may take a lock twice, can therefore not let two holders of this process in. A
+//!    connection of a caller's pool may come with locks that other code took on it: it is looked at
+//!    first, and a key that is on it counts as held.
 //! 2. A connection goes back to its pool only after an unlock that answered `true`, in the server
-//!    process that granted the lock, with the session's timer set back; or after a try that answered
+//!    process that granted the lock; or after a try that answered
 //!    `false`; or, after a try that failed, when `pg_locks` shows that this session did not get the
 //!    lock after all. In any other case it is closed, and the server ends the lock with the session.
 //! 3. No transaction is open between two messages, and no statement waits for a lock in the server.
@@ -39,9 +41,13 @@
 //! *The deadline, on both sides.*
 //!
 //! 7. The local deadline is counted from before the request that took the lock, on the clock that
-//!    runs on through a suspend. `is_held` compares the clock itself; nothing can delay it.
+//!    runs on through a suspend. `is_held` compares the clock itself; nothing can delay it. A grant
+//!    whose answer comes when its time is over makes no guard.
 //! 8. The statement that takes the lock also sets the session's `idle_session_timeout` to what is
 //!    left and one second. The session is idle from then on, so the server counts the same time.
+//!    A caller's connection gets its own setting back with the unlock. A connection of ours keeps the
+//!    timer for its next lock, and the pool knows: it does not lend what the server is about to end,
+//!    and when no lock has come for a second, the session thread stops the timers that still run.
 //! 9. A message on an idle session starts its timer anew. So the message that asks a holder's session
 //!    whether it is there *sets the timer to what is left by then*: asking never prolongs anything. A
 //!    live holder keeps its lock until its deadline however often it is asked, because the timer never
@@ -129,6 +135,7 @@ pub(crate) struct SessionLocks(Arc<Inner>);
 struct Inner {
     postgres: Arc<PostgresBackend>,
     crew: Arc<Crew>,
+    statements: Arc<sql::Statements>,
     /// Whether the self-test has passed.
     proven: AtomicBool,
     dispose_timeout: Duration,
@@ -140,8 +147,9 @@ impl SessionLocks {
         operation_timeout: Duration,
         dispose_timeout: Duration,
     ) -> Self {
-        let crew = Crew::new(operation_timeout);
-        Self(Arc::new(Inner { postgres, crew, proven: AtomicBool::new(false), dispose_timeout }))
+        let statements = Arc::new(sql::Statements::new());
+        let crew = Crew::new(operation_timeout, Arc::clone(&statements), Arc::downgrade(&postgres));
+        Self(Arc::new(Inner { postgres, crew, statements, proven: AtomicBool::new(false), dispose_timeout }))
     }
 
     pub(crate) fn try_lock(

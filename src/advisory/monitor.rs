@@ -1,10 +1,10 @@
 //! The monitor: it keeps the time, and does no I/O.
 
-use std::sync::Arc;
+use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::advisory::AdvisoryLost;
-use crate::advisory::crew::{Crew, Held, LINGER, Stage, contained};
+use crate::advisory::crew::{Board, Crew, Held, LINGER, Stage, contained};
 use crate::model::time::Moment;
 
 /// How long a session may be silent before its lock counts as lost, whatever the session thread does.
@@ -38,7 +38,7 @@ pub(super) fn run(crew: &Arc<Crew>) {
                     crew.progress.notify_all();
                     return;
                 }
-                drop(crew.monitor_bell.wait_timeout(board, rest));
+                sleep(crew, board, rest.min(NAP));
                 continue;
             }
             (
@@ -54,11 +54,18 @@ pub(super) fn run(crew: &Arc<Crew>) {
         drop(holds);
         let board = crew.board();
         let nap = next.since(crew.clock.now()).min(NAP);
-        // A lock that came meanwhile rang before this thread slept.
+        // A lock that came meanwhile found this thread awake and did not ring.
         if board.changes == changes && !nap.is_zero() {
-            drop(crew.monitor_bell.wait_timeout(board, nap));
+            sleep(crew, board, nap);
         }
     }
+}
+
+/// Sleeps until somebody rings, at most so long. Says how long before, so that nobody rings in vain.
+fn sleep(crew: &Crew, mut board: MutexGuard<'_, Board>, nap: Duration) {
+    board.monitor_until = Some(crew.clock.now().after(nap));
+    let slept = crew.monitor_bell.wait_timeout(board, nap);
+    slept.unwrap_or_else(PoisonError::into_inner).0.monitor_until = None;
 }
 
 /// Looks at one lock, whatever happens: the other locks must be looked at too.

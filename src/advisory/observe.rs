@@ -2,13 +2,11 @@
 
 use std::sync::Arc;
 
-use postgres::SimpleQueryRow;
-
 use crate::advisory::key::AdvisoryKey;
 use crate::advisory::sql::pid;
 use crate::cancel::CancelToken;
 use crate::error::Result;
-use crate::postgres::{Fault, Message, PostgresBackend, Trouble, int, malformed, required, text};
+use crate::postgres::{Fault, Message, PostgresBackend, Row, Trouble, int, malformed, required, text};
 
 /// Advisory locks of this database, of every kind and of every program.
 const HERE: &str = "l.locktype = 'advisory' AND l.database = \
@@ -87,7 +85,7 @@ pub(super) fn terminate(backend: &Arc<PostgresBackend>, process: i32, cancel: &C
     found.map_err(Fault::into_error)
 }
 
-fn read(row: &SimpleQueryRow) -> Result<AdvisorySession> {
+fn read(row: &Row) -> Result<AdvisorySession> {
     let part =
         |column| -> Result<u32> { u32::try_from(required(int(row, column)?)?).map_err(|_| malformed()) };
     let owned = |column| -> Result<Option<String>> { Ok(text(row, column)?.map(str::to_owned)) };

@@ -4,11 +4,15 @@
 //! refused, by another server process. Behind a transaction pooler both statements may run in one
 //! server process; a server whose functions are stubs grants both. Where no second session is to be
 //! had (a caller's pool of one), `pg_locks` must show the lock of the first.
+//!
+//! A pooler with several server connections may lend each session the same one twice, by chance or
+//! because it lends them in turn. So both sessions are asked several times more who answers: in pairs,
+//! which no turn of two or more gives to one process, and often, since chance tires.
 
 use std::time::{Duration, Instant};
 
 use crate::advisory::key::AdvisoryKey;
-use crate::advisory::sql;
+use crate::advisory::sql::{self, Statements};
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::model::lock_id::LockId;
@@ -24,28 +28,64 @@ struct Findings {
     first: (i32, Option<bool>),
     /// The second's; `None` without one.
     second: Option<(i32, Option<bool>)>,
+    /// Whether the same server processes answered every later question.
+    steady: bool,
     /// Without a second: whether the server shows the first's lock.
     shown: bool,
     /// The first's server process at the unlock, and the unlock's answer.
     unlock: (i32, bool),
 }
 
+/// Who is asked for its server process, one after the other: after the second session's try follows
+/// another question to it.
+const ROUNDS: [Asked; 12] = {
+    use Asked::{First as A, Second as B};
+    [B, A, A, B, B, A, B, A, A, B, A, B]
+};
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Asked {
+    First,
+    Second,
+}
+
 /// Runs the test on this session. An error means that no session lock can be trusted here.
 pub(super) fn prove(
     backend: &PostgresBackend,
+    statements: &Statements,
     session: &mut Session<'_>,
     end: Instant,
 ) -> Result<(), Trouble> {
     let key = random_key()?;
-    let grant = sql::try_lock(session, &key, false, None).map_err(explain)?;
+    let grant = sql::try_lock(session, statements, &key, false, None).map_err(explain)?;
     let first = (grant.pid, grant.granted);
     if grant.granted.is_none() {
         return Err(standby().into());
     }
-    let second = ask_second(backend, &key, end);
+    let never = CancelToken::never();
+    let mut other = second_session(backend, end, &never);
+    let second = other.as_mut().and_then(|other| ask_second(statements, other, &key));
+    let mut steady = true;
+    for asked in ROUNDS {
+        steady &= match (asked, other.as_mut(), second) {
+            (Asked::First, ..) => sql::process(session).map_err(explain)? == grant.pid,
+            (Asked::Second, Some(other), Some((pid, _))) => sql::process(other).is_ok_and(|now| now == pid),
+            (Asked::Second, ..) => true,
+        };
+        if !steady {
+            break;
+        }
+    }
     let shown = second.is_none() && sql::is_held_here(session, &key).map_err(explain)?;
-    let unlock = sql::unlock(session, &key, false, grant.before.as_deref()).map_err(explain)?;
-    Ok(verdict(&Findings { first, second, shown, unlock })?)
+    let unlock = sql::unlock(session, statements, &key, false, grant.before.as_deref()).map_err(explain)?;
+    let passed = verdict(&Findings { first, second, steady, shown, unlock });
+    if let Some(other) = other
+        && passed.is_ok()
+        && second.is_some()
+    {
+        other.finish();
+    }
+    Ok(passed?)
 }
 
 /// A session lock on a standby would exclude nobody on the primary.
@@ -58,7 +98,7 @@ pub(super) fn standby() -> LockError {
 fn verdict(found: &Findings) -> Result<()> {
     let (pid, granted) = found.first;
     let same_process = found.second.is_some_and(|(other, _)| other == pid);
-    if same_process || found.unlock.0 != pid {
+    if same_process || !found.steady || found.unlock.0 != pid {
         return Err(LockError::invalid(
             "a pooler in transaction or statement mode stands before the server, so a session lock would belong to nobody: connect directly, or to a pool in session mode",
         ));
@@ -76,15 +116,22 @@ fn verdict(found: &Findings) -> Result<()> {
     ))
 }
 
-fn ask_second(backend: &PostgresBackend, key: &AdvisoryKey, end: Instant) -> Option<(i32, Option<bool>)> {
+fn second_session<'a>(
+    backend: &PostgresBackend,
+    end: Instant,
+    never: &'a CancelToken,
+) -> Option<Session<'a>> {
     let limit = end.saturating_duration_since(Instant::now()).min(SECOND_LIMIT);
     let connection = backend.source().second(limit)?;
-    let never = CancelToken::never();
-    let mut session = Session::new(connection, Instant::now() + limit, &never);
-    let grant = sql::try_lock(&mut session, key, false, None).ok()?;
-    if grant.granted == Some(false) {
-        session.finish();
-    }
+    Some(Session::new(connection, Instant::now() + limit, never))
+}
+
+fn ask_second(
+    statements: &Statements,
+    session: &mut Session<'_>,
+    key: &AdvisoryKey,
+) -> Option<(i32, Option<bool>)> {
+    let grant = sql::try_lock(session, statements, key, false, None).ok()?;
     Some((grant.pid, grant.granted))
 }
 
@@ -110,8 +157,13 @@ fn random_key() -> Result<AdvisoryKey> {
 mod tests {
     use super::*;
 
-    const GOOD: Findings =
-        Findings { first: (1, Some(true)), second: Some((2, Some(false))), shown: false, unlock: (1, true) };
+    const GOOD: Findings = Findings {
+        first: (1, Some(true)),
+        second: Some((2, Some(false))),
+        steady: true,
+        shown: false,
+        unlock: (1, true),
+    };
 
     #[test]
     fn a_server_that_keeps_sessions_apart_passes() {
@@ -125,6 +177,8 @@ mod tests {
             Findings { second: Some((1, Some(true))), ..GOOD },
             Findings { second: Some((1, Some(false))), ..GOOD },
             Findings { unlock: (3, false), ..GOOD },
+            Findings { steady: false, ..GOOD },
+            Findings { steady: false, second: None, shown: true, ..GOOD },
         ] {
             let error = verdict(&found).unwrap_err();
             assert!(error.code() == ErrorCode::InvalidArgument && error.to_string().contains("pooler"));

@@ -19,6 +19,9 @@ const LOOK_EVERY: Duration = Duration::from_millis(500);
 /// How long after its last answer a session is asked for another.
 const PING_EVERY: Duration = Duration::from_secs(3);
 
+/// How many timers are stopped at a time.
+const MOST_TIMERS: usize = 256;
+
 /// How long it may take to answer.
 const PING_LIMIT: Duration = Duration::from_secs(5);
 
@@ -34,7 +37,7 @@ pub(super) fn let_go(
     let now = Instant::now();
     let end = now.checked_add(limit).unwrap_or(now + Duration::from_secs(3600));
     let mut session = Session::new(connection, end, &never);
-    let answer = sql::unlock(&mut session, &hold.key, hold.shared, hold.before.as_deref());
+    let answer = sql::unlock(&mut session, &crew.statements, &hold.key, hold.shared, hold.before.as_deref());
     let result = match answer {
         Ok((pid, true)) if pid == hold.pid => {
             session.finish();
@@ -60,6 +63,7 @@ pub(super) fn let_go(
 /// The session thread: all I/O that no caller does.
 pub(super) fn run(crew: &Arc<Crew>) {
     let mut idle_since = None;
+    let mut timers_stopped = false;
     let mut next_look = crew.clock.now().after(LOOK_EVERY);
     loop {
         run_jobs(crew);
@@ -70,15 +74,24 @@ pub(super) fn run(crew: &Arc<Crew>) {
         if board.holds.is_empty() {
             let since = *idle_since.get_or_insert_with(Instant::now);
             let rest = LINGER.saturating_sub(since.elapsed());
+            if rest.is_zero() && !timers_stopped && board.stage == Stage::Open {
+                drop(board);
+                let _ = contained(|| stop_timers(crew));
+                // A lock may have come meanwhile.
+                timers_stopped = true;
+                continue;
+            }
             if board.stage != Stage::Open || rest.is_zero() {
                 board.session_runs = false;
                 crew.progress.notify_all();
                 return;
             }
-            drop(crew.session_bell.wait_timeout(board, rest));
+            // A lock that comes does not ring: this thread looks as often as it would at that lock.
+            drop(crew.session_bell.wait_timeout(board, rest.min(LOOK_EVERY)));
             continue;
         }
         idle_since = None;
+        timers_stopped = false;
         let rest = next_look.since(crew.clock.now());
         if !rest.is_zero() {
             drop(crew.session_bell.wait_timeout(board, rest));
@@ -88,6 +101,22 @@ pub(super) fn run(crew: &Arc<Crew>) {
         drop(board);
         look_at_all(crew, &holds);
         next_look = crew.clock.now().after(LOOK_EVERY);
+    }
+}
+
+/// Stops the timers that run on idle connections: no lock has come for a while, and the server would
+/// end those sessions, and say so in its log.
+fn stop_timers(crew: &Crew) {
+    let Some(postgres) = crew.postgres.upgrade() else { return };
+    let never = CancelToken::never();
+    // As many as a pool can have, in case that others use them at the same time.
+    for _ in 0..MOST_TIMERS {
+        let Some(connection) = postgres.source().take_timed() else { return };
+        let mut session = Session::new(connection, Instant::now() + PING_LIMIT, &never);
+        match sql::stop_timer(&mut session) {
+            Ok(()) => session.finish(),
+            Err(trouble) => log::debug!("an idle session broke: {}", trouble.into_error().chain()),
+        }
     }
 }
 

@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use crate::advisory::key::AdvisoryKey;
 use crate::error::Result;
-use crate::postgres::{Message, Session, Trouble, int, malformed, required, text};
+use crate::postgres::{
+    Answers, Arg, Message, Session, SessionTimer, Statement, Trouble, flag, int, malformed, required, text,
+};
 
 /// The longest `idle_session_timeout`: PostgreSQL's settings are 32-bit numbers.
 const LONGEST_TIMER: u128 = 2_147_483_647;
@@ -20,65 +22,197 @@ pub(super) struct Grant {
     pub(super) before: Option<String>,
 }
 
+/// The statements of a lock's beginning and end, by kind of key and mode. A connection prepares all
+/// of them in one round trip, with its first try.
+pub(super) struct Statements {
+    tries: [Statement; 4],
+    /// The same where the session's timer runs already.
+    timed_tries: [Statement; 4],
+    unlocks: [Statement; 4],
+    /// The same where the timer goes on.
+    timed_unlocks: [Statement; 4],
+}
+
+impl Statements {
+    pub(super) fn new() -> Self {
+        let tries = ["pg_try_advisory_lock", "pg_try_advisory_lock_shared"];
+        let unlocks = ["pg_advisory_unlock", "pg_advisory_unlock_shared"];
+        Self {
+            tries: family("try", tries, true, try_text),
+            timed_tries: family("timed_try", tries, false, try_text),
+            unlocks: family("unlock", unlocks, true, unlock_text),
+            timed_unlocks: family("timed_unlock", unlocks, false, unlock_text),
+        }
+    }
+
+    fn all(&self) -> Vec<&Statement> {
+        [&self.tries, &self.timed_tries, &self.unlocks, &self.timed_unlocks].into_iter().flatten().collect()
+    }
+
+    fn of<'a>(of: &'a [Statement; 4], key: &AdvisoryKey, shared: bool) -> &'a Statement {
+        let [one, two, one_shared, two_shared] = of;
+        match (key.is_pair(), shared) {
+            (false, false) => one,
+            (true, false) => two,
+            (false, true) => one_shared,
+            (true, true) => two_shared,
+        }
+    }
+}
+
+/// `(key, timer)` and `(class, object, timer)`.
+const ONE: &[&str] = &["pg_catalog.int8", "pg_catalog.text"];
+const TWO: &[&str] = &["pg_catalog.int8", "pg_catalog.int8", "pg_catalog.text"];
+const TWO_KEYS: &str = "$1::pg_catalog.int4, $2::pg_catalog.int4";
+
+/// One kind of statement for both kinds of keys in both modes, with or without a setting of the timer.
+fn family(
+    name: &str,
+    [exclusive, shared]: [&str; 2],
+    sets: bool,
+    text: fn(&str, &str, Option<&str>) -> String,
+) -> [Statement; 4] {
+    let of = |mut types: &'static [&'static str], function, key, timer| {
+        if !sets && let Some((_, keys)) = types.split_last() {
+            types = keys;
+        }
+        Statement::new(name, types, text(function, key, sets.then_some(timer)))
+    };
+    [
+        of(ONE, exclusive, "$1", "$2"),
+        of(TWO, exclusive, TWO_KEYS, "$3"),
+        of(ONE, shared, "$1", "$2"),
+        of(TWO, shared, TWO_KEYS, "$3"),
+    ]
+}
+
+/// One try, and the session's timer if the lock was granted. The inner row is complete before
+/// anything of the outer one is: what the timer was is read before it is set.
+fn try_text(function: &str, key: &str, timer: Option<&str>) -> String {
+    let granted =
+        format!("CASE WHEN pg_catalog.pg_is_in_recovery() THEN NULL ELSE pg_catalog.{function}({key}) END");
+    let Some(timer) = timer else { return format!("SELECT pg_catalog.pg_backend_pid(), {granted}") };
+    format!(
+        "SELECT s.pid, s.granted, s.before, CASE WHEN s.granted AND s.before IS NOT NULL \
+           THEN pg_catalog.set_config('idle_session_timeout', {timer}, false) END \
+         FROM (SELECT pg_catalog.pg_backend_pid() AS pid, \
+           pg_catalog.current_setting('idle_session_timeout', true) AS before, {granted} AS granted OFFSET 0) AS s"
+    )
+}
+
+/// The unlock, and the session's timer as it was; an empty text where the server has none.
+fn unlock_text(function: &str, key: &str, before: Option<&str>) -> String {
+    let back = before.map_or_else(String::new, |before| {
+        format!(
+            ", CASE WHEN {before} OPERATOR(pg_catalog.<>) '' \
+             THEN pg_catalog.set_config('idle_session_timeout', {before}, false) END"
+        )
+    });
+    format!("SELECT pg_catalog.pg_backend_pid(), pg_catalog.{function}({key}){back}")
+}
+
 /// Tries once, and in the same statement sets the session's timer if the lock was granted.
 pub(super) fn try_lock(
     session: &mut Session<'_>,
+    statements: &Statements,
     key: &AdvisoryKey,
     shared: bool,
     timer: Option<Duration>,
 ) -> Result<Grant, Trouble> {
-    let function = if shared { "pg_try_advisory_lock_shared" } else { "pg_try_advisory_lock" };
-    let statement = format!(
-        "WITH s AS MATERIALIZED (SELECT pg_catalog.pg_backend_pid() AS pid, \
-           pg_catalog.pg_is_in_recovery() AS standby, \
-           pg_catalog.current_setting('idle_session_timeout', true) AS before), \
-         l AS MATERIALIZED (SELECT s.pid, s.before, \
-           CASE WHEN s.standby THEN NULL ELSE pg_catalog.{function}({}) END AS granted FROM s) \
-         SELECT l.pid, l.granted, l.before, CASE WHEN l.granted AND l.before IS NOT NULL \
-           THEN pg_catalog.set_config('idle_session_timeout', '{}', false) END FROM l",
-        key.arguments(),
-        timer_text(timer),
-    );
-    let message = Message::new().raw(session.limits_plain()).raw(statement);
-    let answers = session.ask(&message)?;
+    let limit_ms = timer_ms(timer);
+    let running = session.timer();
+    let runs = running.as_ref().is_some_and(|running| running.limit_ms == limit_ms);
+    let text_of = limit_ms.to_string();
+    let (kind, last) =
+        if runs { (&statements.timed_tries, None) } else { (&statements.tries, Some(&*text_of)) };
+    let answers = call(session, statements, Statements::of(kind, key, shared), key, last)?;
     let row = required(answers.row(0)?)?;
-    Ok(Grant {
-        pid: pid(int(row, 0)?)?,
-        granted: text(row, 1)?.map(|granted| granted == "t"),
-        before: text(row, 2)?.map(str::to_owned),
-    })
+    let (pid, granted) = (pid(int(row, 0)?)?, flag(row, 1)?);
+    // What the setting was before the first lock of this session.
+    let before = match running {
+        Some(running) => Some(running.before),
+        None => text(row, 2)?.map(str::to_owned),
+    };
+    if granted == Some(true) {
+        session.set_timer(before.clone().map(|before| SessionTimer { limit_ms, before }));
+    }
+    Ok(Grant { pid, granted, before })
+}
+
+/// Calls a prepared statement; prepares once more if somebody has discarded it, and then writes it out.
+fn call(
+    session: &mut Session<'_>,
+    statements: &Statements,
+    statement: &Statement,
+    key: &AdvisoryKey,
+    last: Option<&str>,
+) -> Result<Answers, Trouble> {
+    let (one, two) = key.numbers();
+    let mut args = Vec::with_capacity(3);
+    args.push(Arg::Int(one));
+    args.extend(two.map(Arg::Int));
+    args.extend(last.map(Arg::Text));
+    loop {
+        session.prepare(&statements.all())?;
+        match session.ask_one(statement, &args) {
+            Err(Trouble::Unprepared) => {}
+            answers => return answers,
+        }
+    }
 }
 
 /// Asks a held lock's session whether it is there, and sets its timer anew. The server process.
 pub(super) fn ping(session: &mut Session<'_>, timer: Option<Duration>) -> Result<i32, Trouble> {
+    let limit_ms = timer_ms(timer);
     let statement = format!(
         "SELECT pg_catalog.pg_backend_pid(), \
          CASE WHEN pg_catalog.current_setting('idle_session_timeout', true) IS NOT NULL \
-         THEN pg_catalog.set_config('idle_session_timeout', '{}', false) END",
-        timer_text(timer),
+         THEN pg_catalog.set_config('idle_session_timeout', '{limit_ms}', false) END"
     );
     let answers = session.ask(&Message::new().raw(statement))?;
+    if let Some(running) = session.timer() {
+        session.set_timer(Some(SessionTimer { limit_ms, ..running }));
+    }
     Ok(pid(int(required(answers.row(0)?)?, 0)?)?)
 }
 
-/// Unlocks and sets the session's timer back. The server process, and whether the lock was held there.
+/// The server process that answers this session.
+pub(super) fn process(session: &mut Session<'_>) -> Result<i32, Trouble> {
+    let answers = session.ask(&Message::new().raw("SELECT pg_catalog.pg_backend_pid()"))?;
+    Ok(pid(int(required(answers.row(0)?)?, 0)?)?)
+}
+
+/// Stops the timer of a session that holds nothing any more.
+pub(super) fn stop_timer(session: &mut Session<'_>) -> Result<(), Trouble> {
+    let Some(running) = session.timer() else { return Ok(()) };
+    let mut statement = "SELECT pg_catalog.set_config('idle_session_timeout', ".to_owned();
+    crate::postgres::push_quoted(&running.before, &mut statement)?;
+    session.ask(&Message::new().raw(statement + ", false)"))?;
+    session.set_timer(None);
+    Ok(())
+}
+
+/// Unlocks. The server process, and whether the lock was held there. The timer of a caller's session
+/// is set back at once; a session of ours keeps it, since its next lock will want it again, and
+/// setting it twice costs more than the lock: [`stop_timer`] ends it when no lock has come for a while.
 pub(super) fn unlock(
     session: &mut Session<'_>,
+    statements: &Statements,
     key: &AdvisoryKey,
     shared: bool,
     before: Option<&str>,
 ) -> Result<(i32, bool), Trouble> {
-    let function = if shared { "pg_advisory_unlock_shared" } else { "pg_advisory_unlock" };
-    let mut statement =
-        format!("SELECT pg_catalog.pg_backend_pid(), pg_catalog.{function}({})", key.arguments());
-    if let Some(before) = before {
-        statement.push_str(", pg_catalog.set_config('idle_session_timeout', ");
-        crate::postgres::push_quoted(before, &mut statement)?;
-        statement.push_str(", false)");
+    let (kind, back) = if session.is_own() {
+        (&statements.timed_unlocks, None)
+    } else {
+        (&statements.unlocks, Some(before.unwrap_or_default()))
+    };
+    let answers = call(session, statements, Statements::of(kind, key, shared), key, back)?;
+    if back.is_some() {
+        session.set_timer(None);
     }
-    let answers = session.ask(&Message::new().raw(statement))?;
     let row = required(answers.row(0)?)?;
-    Ok((pid(int(row, 0)?)?, text(row, 1)? == Some("t")))
+    Ok((pid(int(row, 0)?)?, flag(row, 1)? == Some(true)))
 }
 
 /// Whether this very session holds the key, in either mode.
@@ -100,8 +234,8 @@ pub(super) fn pid(value: Option<i64>) -> Result<i32> {
 }
 
 /// `0` is PostgreSQL's "no limit", so a limit is never that.
-fn timer_text(timer: Option<Duration>) -> String {
-    timer.map_or_else(|| "0".to_owned(), |timer| timer.as_millis().clamp(1, LONGEST_TIMER).to_string())
+fn timer_ms(timer: Option<Duration>) -> u64 {
+    timer.map_or(0, |timer| u64::try_from(timer.as_millis().clamp(1, LONGEST_TIMER)).unwrap_or(1))
 }
 
 #[cfg(test)]
@@ -110,9 +244,9 @@ mod tests {
 
     #[test]
     fn a_timer_is_never_none_by_accident_and_fits_the_server() {
-        assert_eq!(timer_text(None), "0");
-        assert_eq!(timer_text(Some(Duration::ZERO)), "1");
-        assert_eq!(timer_text(Some(Duration::from_millis(1500))), "1500");
-        assert_eq!(timer_text(Some(Duration::MAX)), "2147483647");
+        assert_eq!(timer_ms(None), 0);
+        assert_eq!(timer_ms(Some(Duration::ZERO)), 1);
+        assert_eq!(timer_ms(Some(Duration::from_millis(1500))), 1500);
+        assert_eq!(timer_ms(Some(Duration::MAX)), 2_147_483_647);
     }
 }

@@ -33,8 +33,15 @@ pub(super) struct Engine {
     reserved: Mutex<Reserved>,
     reserving: Condvar,
     /// Calls that may come back with a lease.
-    calls: Mutex<usize>,
+    calls: Mutex<Calls>,
     calls_done: Condvar,
+}
+
+#[derive(Default)]
+struct Calls {
+    running: usize,
+    /// Whether somebody waits for them to end: else nobody has to be called.
+    awaited: bool,
 }
 
 #[derive(Default)]
@@ -89,7 +96,7 @@ impl Engine {
             threads: Arc::default(),
             reserved: Mutex::new(Reserved::No),
             reserving: Condvar::new(),
-            calls: Mutex::new(0),
+            calls: Mutex::default(),
             calls_done: Condvar::new(),
         })
     }
@@ -114,7 +121,7 @@ impl Engine {
 
     /// Notes a call that closing waits for, also on a closed client.
     pub(super) fn enter_anyway(&self) -> Entered<'_> {
-        *guard(&self.calls) += 1;
+        guard(&self.calls).running += 1;
         Entered(self)
     }
 
@@ -141,7 +148,8 @@ impl Engine {
     /// Waits until no call is under way. Whether that was so in time.
     pub(super) fn wait_for_calls(&self, end: Instant) -> bool {
         let mut calls = guard(&self.calls);
-        while *calls > 0 {
+        while calls.running > 0 {
+            calls.awaited = true;
             let rest = end.saturating_duration_since(Instant::now());
             if rest.is_zero() {
                 return false;
@@ -250,8 +258,8 @@ pub(super) struct Entered<'a>(&'a Engine);
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
         let mut calls = guard(&self.0.calls);
-        *calls -= 1;
-        if *calls == 0 {
+        calls.running -= 1;
+        if calls.running == 0 && calls.awaited {
             self.0.calls_done.notify_all();
         }
     }

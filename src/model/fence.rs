@@ -55,7 +55,7 @@ impl Fence {
         match counter.checked_add(1) {
             Some(next) if next <= FENCE_MAX => Ok(Self(next)),
             _ => Err(LockError::new(ErrorCode::Internal).with_message(format!(
-                "the key's fence counter has reached its limit of {FENCE_MAX} and grants nothing more: use a new key, and never lower the counter"
+                "the key's fence counter has reached its limit of {FENCE_MAX}, or was changed by hand, and grants nothing more: use a new key, and never lower the counter"
             ))),
         }
     }

@@ -25,8 +25,9 @@ use crate::model::fence::{FENCE_MAX, Fence};
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::model::lock_id::LockId;
 use crate::model::time::{TIME_TOLERANCE_MS, Ttl, is_live};
-use crate::postgres::error::Trouble;
-use crate::postgres::session::{Answers, GRACE, Session, int, malformed, required, text};
+use crate::postgres::error::{Trouble, is_all_or_nothing};
+use crate::postgres::row::{Row as Line, int, malformed, required, text};
+use crate::postgres::session::{Answers, GRACE, Session};
 use crate::postgres::statement::{Arg, Message, push_quoted};
 use crate::postgres::{Fault, Located, PostgresBackend};
 
@@ -38,6 +39,9 @@ pub(crate) struct Acquire<'a> {
     lock_id: &'a LockId,
     ttl: Ttl,
 }
+
+/// Where the row that stands for a key has the clock, a grant has this.
+const GRANTED: i64 = 1;
 
 /// What one round of the protocol found.
 #[derive(Debug, PartialEq, Eq)]
@@ -176,8 +180,32 @@ impl<'a> Acquire<'a> {
         ]
     }
 
-    /// One message, one round trip.
+    /// One message, one round trip, unless the key is neither plainly free nor plainly held.
     fn one_message(&self, session: &mut Session<'_>, at: &Located) -> Result<Round, Trouble> {
+        let statements = &at.statements;
+        let message = Message::new()
+            .raw(session.prelude())
+            .call(&statements.queue, &[Arg::Text(&self.storage_key)])
+            .call(&statements.acquire_absent, &self.grant_args());
+        let answers = match session.commit(&message) {
+            Err(trouble) if is_all_or_nothing(&trouble) => return Ok(Round::Locked),
+            other => other?,
+        };
+        if let Some(row) = answers.row(0)? {
+            let (expires_at_ms, now_ms) = (required(int(row, 0)?)?, required(int(row, 2)?)?);
+            if now_ms == GRANTED {
+                return Ok(required(granted(row)?)?);
+            }
+            let mine = text(row, 1)? == Some(self.lock_id.as_str());
+            if !mine && is_live(expires_at_ms, now_ms, TIME_TOLERANCE_MS) {
+                return Ok(Round::Locked);
+            }
+        }
+        self.careful_message(session, at)
+    }
+
+    /// The whole decision in one message.
+    fn careful_message(&self, session: &mut Session<'_>, at: &Located) -> Result<Round, Trouble> {
         let statements = &at.statements;
         let message = Message::new()
             .raw(session.prelude())
@@ -188,7 +216,7 @@ impl<'a> Acquire<'a> {
             other => other?,
         };
         let row = required(answers.row(0)?)?;
-        if let Some(granted) = granted(&answers, 0)? {
+        if let Some(granted) = granted(row)? {
             return Ok(granted);
         }
         match (required(int(row, 3)?)?, required(int(row, 4)?)?) {
@@ -218,7 +246,7 @@ impl<'a> Acquire<'a> {
             Step::Grant => Message::new().call(&statements.grant, &self.grant_args()),
         };
         match session.commit(&write.raw("COMMIT")) {
-            Ok(answers) => Ok(required(granted(&answers, 1)?)?),
+            Ok(answers) => Ok(required(granted(required(answers.row(1)?)?)?)?),
             Err(trouble) if is_all_or_nothing(&trouble) => Ok(Round::Locked),
             Err(trouble) => Err(trouble),
         }
@@ -281,26 +309,19 @@ fn decide(seen: &Seen, lock_id: &str) -> Step {
     match seen.counter {
         Some(_) if !seen.counter_locked => Step::Locked,
         // As numbers: a sixteenth digit would sort wrongly as text.
-        Some(counter) if counter >= i64::try_from(FENCE_MAX).unwrap_or(i64::MAX) => Step::Exhausted,
+        Some(counter) if !u64::try_from(counter).is_ok_and(|counter| counter < FENCE_MAX) => Step::Exhausted,
         _ => Step::Grant,
     }
 }
 
 /// The grant in a statement's answer `(expiry, fence, …)`.
-fn granted(answers: &Answers, from_last: usize) -> Result<Option<Round>> {
-    let row = required(answers.row(from_last)?)?;
+fn granted(row: &Line) -> Result<Option<Round>> {
     let (Some(expires_at_ms), Some(fence)) = (int(row, 0)?, text(row, 1)?) else { return Ok(None) };
     let fence: Fence = fence.parse().map_err(|error| malformed().with_source(error))?;
     if fence.get() > FENCE_MAX {
         return Err(fence_exhausted());
     }
     Ok(Some(Round::Granted { expires_at_ms, fence }))
-}
-
-/// Whether the message failed itself because the counter would have been raised for nothing:
-/// somebody who does not queue has taken the row in between.
-fn is_all_or_nothing(trouble: &Trouble) -> bool {
-    matches!(trouble, Trouble::Refused(error) if error.sqlstate() == Some("22012"))
 }
 
 fn fence_exhausted() -> LockError {
@@ -352,9 +373,13 @@ mod tests {
         let busy = Seen { counter: Some(7), counter_locked: false, ..seen() };
         assert_eq!(decide(&busy, "me"), Step::Locked);
         let limit = i64::try_from(FENCE_MAX).unwrap();
-        for (counter, step) in
-            [(limit - 1, Step::Grant), (limit, Step::Exhausted), (1_000_000_000_000_000, Step::Exhausted)]
-        {
+        for (counter, step) in [
+            (0, Step::Grant),
+            (limit - 1, Step::Grant),
+            (limit, Step::Exhausted),
+            (i64::MAX, Step::Exhausted),
+            (-1, Step::Exhausted),
+        ] {
             let full = Seen { counter: Some(counter), counter_locked: true, ..seen() };
             assert_eq!(decide(&full, "me"), step);
         }

@@ -76,10 +76,13 @@ impl Connector {
 /// Parses a connection string; the error does not repeat it.
 pub(crate) fn parse_url(url: &str) -> Result<Config> {
     let config = Config::from_str(url).map_err(|error| {
-        LockError::invalid(
-            "the connection string cannot be read: use postgresql://user@host:port/database or key=value pairs",
-        )
-        .with_source(error)
+        // The driver's causes repeat parts of the string, and a password that was not escaped is cut
+        // into such parts. The one that names only an option of its own is worth showing.
+        let cause = std::error::Error::source(&error).map(ToString::to_string).unwrap_or_default();
+        let hint = if cause.starts_with("invalid value for option") { format!(" ({cause})") } else { String::new() };
+        LockError::invalid(format!(
+            "the connection string cannot be read{hint}: use postgresql://user@host:port/database or key=value pairs"
+        ))
     })?;
     if config.get_hosts().is_empty() && config.get_hostaddrs().is_empty() {
         return Err(LockError::invalid(

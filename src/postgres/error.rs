@@ -101,6 +101,11 @@ fn sqlstate_of(db: &postgres::error::DbError) -> String {
     }
 }
 
+/// Whether the message failed itself (22012) rather than change one thing without the other.
+pub(crate) fn is_all_or_nothing(trouble: &Trouble) -> bool {
+    matches!(trouble, Trouble::Refused(error) if error.sqlstate() == Some("22012"))
+}
+
 /// Whether the server no longer has a statement that was prepared, or has it for a table that has
 /// changed since.
 pub(crate) fn is_unprepared(error: &postgres::Error) -> bool {

@@ -15,7 +15,8 @@ use crate::model::lock_id::{LockId, validate_lock_id};
 use crate::model::time::Ttl;
 use crate::postgres::error::Trouble;
 use crate::postgres::release::Found;
-use crate::postgres::session::{Session, int, malformed, required, text};
+use crate::postgres::row::{int, malformed, required, text};
+use crate::postgres::session::Session;
 use crate::postgres::statement::{Arg, Message};
 use crate::postgres::{Fault, Located, PostgresBackend};
 
@@ -47,10 +48,8 @@ fn one_message(
     lock_id: &LockId,
     ttl: Ttl,
 ) -> Result<ExtendOutcome, Trouble> {
-    let message = Message::new()
-        .raw(session.prelude())
-        .call(&at.statements.extend, &[Arg::Text(lock_id.as_str()), Arg::Int(ttl.millis())]);
-    let answers = session.commit(&message)?;
+    let args = [Arg::Text(lock_id.as_str()), Arg::Int(ttl.millis())];
+    let answers = session.commit_one(&at.statements.extend, &args)?;
     let row = required(answers.row(0)?)?;
     Ok(match (required(int(row, 0)?)?, int(row, 1)?) {
         (_, Some(expires_at_ms)) => ExtendOutcome::Extended { expires_at_ms },

@@ -22,6 +22,7 @@ mod operator;
 mod pool;
 mod read;
 mod release;
+mod row;
 mod schema;
 mod session;
 mod source;
@@ -33,10 +34,11 @@ use std::time::{Duration, Instant};
 
 pub(crate) use connect::{Connector, guard_runtime, parse_url};
 pub use operator::{BrokenLock, CLEANUP_GUARD_MS, Counts, IdleCounter, Operator, Waiter};
+pub(crate) use row::{Row, flag, int, malformed, required, text};
 pub(crate) use schema::Names;
-pub(crate) use session::{Session, int, malformed, required, text};
+pub(crate) use session::{Answers, Session};
 pub(crate) use source::{Connection, Source};
-pub(crate) use statement::{Message, push_quoted};
+pub(crate) use statement::{Arg, Message, SessionTimer, Statement, push_quoted};
 
 use crate::backend::{
     AcquireResult, Attempt, Capabilities, ExtendOutcome, LockBackend, LockInfo, LockInfoDebug, Lookup,
@@ -146,6 +148,9 @@ impl PostgresBackend {
         let schema = self.names.schema_or(found).ok_or_else(|| {
             LockError::invalid("no schema of the search_path exists: name one with the builder's schema()")
         })?;
+        if survey.temporary || schema.starts_with("pg_temp") {
+            return Err(temporary_tables());
+        }
         let ddl = self.names.ddl(schema);
         self.run_bare(end, &never, |session| session.transaction(&Message::new().raw(&ddl)).map(drop))
             .map_err(Fault::into_error)?;
@@ -349,6 +354,9 @@ impl PostgresBackend {
     }
 
     fn remember(&self, survey: &Survey) -> Result<()> {
+        if survey.temporary {
+            return Err(temporary_tables());
+        }
         let tables = self.names.located(survey, self.settings.store_key_debug).ok_or_else(missing_tables)?;
         let statements = Statements::new(&tables);
         if self.located.set(Arc::new(Located { tables, statements })).is_ok() && survey.unlogged {
@@ -399,12 +407,20 @@ fn read_survey(session: &mut Session<'_>, names: &Names) -> Result<Survey, Troub
     Ok(Survey {
         locks_in: owned(0)?,
         unlogged: text(row, 1)? == Some("u") || text(row, 3)? == Some("u"),
+        temporary: text(row, 1)? == Some("t") || text(row, 3)? == Some("t"),
         fences_in: owned(2)?,
         has_key_debug: flag(4)?,
         has_indexes: flag(5)?,
         creation_schema: owned(6)?,
         encoding: owned(7)?.unwrap_or_default(),
     })
+}
+
+/// Temporary tables come before all others on the search path, and each session has its own.
+fn temporary_tables() -> LockError {
+    LockError::invalid(
+        "the lock tables that the search_path finds are temporary, which no other session sees: name a schema with the builder's schema()",
+    )
 }
 
 fn missing_tables() -> LockError {

@@ -10,8 +10,6 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use postgres::SimpleQueryRow;
-
 use crate::backend::{LockInfo, LockInfoDebug};
 use crate::cancel::CancelToken;
 use crate::error::{LockError, Result};
@@ -19,7 +17,8 @@ use crate::model::fence::{FENCE_MAX, Fence};
 use crate::model::hash::hash_key;
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::postgres::error::Trouble;
-use crate::postgres::session::{Session, int, malformed, required, text};
+use crate::postgres::row::{Row, int, malformed, required, text};
+use crate::postgres::session::Session;
 use crate::postgres::sql::{CLOCK, live};
 use crate::postgres::statement::{Arg, Message, Statement};
 use crate::postgres::{Fault, Located, PostgresBackend};
@@ -29,7 +28,7 @@ use crate::postgres::{Fault, Located, PostgresBackend};
 pub const CLEANUP_GUARD_MS: i64 = 2000;
 
 /// These statements are rare and written with plain operators: names come from `pg_catalog` alone.
-const PLAIN_NAMES: &str = "SET LOCAL search_path TO pg_catalog";
+const PLAIN_NAMES: &str = "SET LOCAL search_path TO pg_catalog, pg_temp";
 
 /// The operator's view of the lock tables. From [`PgLockClient::operator`](crate::PgLockClient::operator).
 ///
@@ -263,7 +262,7 @@ impl Operator {
             .collect()
     }
 
-    fn ask(&self, sql: impl Fn(&Located) -> String) -> Result<Vec<SimpleQueryRow>> {
+    fn ask(&self, sql: impl Fn(&Located) -> String) -> Result<Vec<Row>> {
         self.run(|session, at| {
             let message =
                 Message::new().raw(session.limits_plain()).raw("SET LOCAL enable_seqscan TO on").raw(sql(at));
@@ -322,14 +321,15 @@ fn take_away(at: &Located) -> Statement {
                RETURNING l.user_key, l.lock_id, l.expires_at_ms, l.acquired_at_ms, l.fence), \
              raised AS (\
                INSERT INTO {fences} AS c (fence_key, fence{column}) VALUES ($2, 1{value}) \
-               ON CONFLICT (fence_key) DO UPDATE SET fence = c.fence + 1 WHERE c.fence < {FENCE_MAX} RETURNING c.fence) \
+               ON CONFLICT (fence_key) DO UPDATE SET fence = c.fence + 1 \
+                 WHERE c.fence >= 0 AND c.fence < {FENCE_MAX} RETURNING c.fence) \
              SELECT gone.*, raised.fence FROM (SELECT 1) AS one LEFT JOIN gone ON true LEFT JOIN raised ON true"
         ),
     )
 }
 
 /// A row `(user key, lock id, expiry, acquisition, fence, …)`.
-fn lease(row: &SimpleQueryRow) -> Result<LockInfoDebug> {
+fn lease(row: &Row) -> Result<LockInfoDebug> {
     let fence = required(text(row, 4)?)?.parse().map_err(|error| malformed().with_source(error))?;
     Ok(LockInfoDebug::new(
         required(text(row, 0)?)?.to_owned(),

@@ -33,6 +33,8 @@ pub(crate) struct Pool {
 struct State {
     idle: Vec<Idle>,
     open: u32,
+    /// How many wait for one to come back: without any, nobody has to be called.
+    waiting: u32,
     closed: bool,
 }
 
@@ -40,6 +42,16 @@ struct Idle {
     wire: Box<Wire>,
     memo: Memo,
     since: Instant,
+}
+
+impl Idle {
+    /// How long it may lie here: not until the server is about to end it.
+    fn limit(&self) -> Duration {
+        match &self.memo.timer {
+            Some(timer) if timer.limit_ms > 0 => MAX_IDLE.min(Duration::from_millis(timer.limit_ms / 2)),
+            _ => MAX_IDLE,
+        }
+    }
 }
 
 impl Pool {
@@ -86,7 +98,7 @@ impl Pool {
                 break Err(closed());
             }
             if let Some(idle) = state.idle.pop() {
-                if idle.wire.is_closed() || idle.since.elapsed() > MAX_IDLE {
+                if idle.wire.is_closed() || idle.since.elapsed() > idle.limit() {
                     state.open -= 1;
                     too_old.push(idle);
                     continue;
@@ -108,7 +120,9 @@ impl Pool {
                 cancel.check()?;
                 continue;
             }
+            state.waiting += 1;
             state = self.free.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            state.waiting -= 1;
             if cancel.is_cancelled() {
                 // This waiter may have eaten the wake-up of another.
                 self.free.notify_one();
@@ -123,6 +137,15 @@ impl Pool {
             }
             None => self.open(end, cancel),
         }
+    }
+
+    /// An idle connection on which a session lock's timer still runs.
+    pub(crate) fn take_timed(self: &Arc<Self>) -> Option<Lent> {
+        let mut state = self.state();
+        let at = state.idle.iter().position(|idle| idle.memo.timer.is_some())?;
+        let idle = state.idle.remove(at);
+        drop(state);
+        Some(Lent { pool: Arc::clone(self), wire: Some(idle.wire), memo: idle.memo, fresh: false })
     }
 
     /// Closes idle connections: after a restart of the server they are all stale.
@@ -222,8 +245,11 @@ impl Drop for Lent {
         }
         let mut state = self.pool.state();
         state.open = state.open.saturating_sub(1);
+        let awaited = state.waiting > 0;
         drop(state);
-        self.pool.free.notify_one();
+        if awaited {
+            self.pool.free.notify_one();
+        }
     }
 }
 

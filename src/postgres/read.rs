@@ -2,8 +2,6 @@
 
 use std::time::Instant;
 
-use postgres::SimpleQueryRow;
-
 use crate::backend::{LockInfoDebug, Lookup};
 use crate::cancel::CancelToken;
 use crate::error::Result;
@@ -11,8 +9,8 @@ use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::model::lock_id::LockId;
 use crate::model::time::{TIME_TOLERANCE_MS, is_live};
 use crate::postgres::PostgresBackend;
-use crate::postgres::session::{int, malformed, required, text};
-use crate::postgres::statement::{Arg, Message};
+use crate::postgres::row::{Row, int, malformed, required, text};
+use crate::postgres::statement::Arg;
 
 pub(crate) fn is_locked(
     backend: &PostgresBackend,
@@ -22,9 +20,7 @@ pub(crate) fn is_locked(
 ) -> Result<bool> {
     let (storage_key, _) = key.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?;
     let found = backend.run(end, cancel, |session, at| {
-        let message =
-            Message::new().raw(session.limits()).call(&at.statements.look, &[Arg::Text(&storage_key)]);
-        let answers = session.ask(&message)?;
+        let answers = session.ask_one(&at.statements.look, &[Arg::Text(&storage_key)])?;
         session.check_cancel()?;
         Ok(match answers.row(0)? {
             None => false,
@@ -51,9 +47,7 @@ pub(crate) fn lookup(
             let key = Key::new(key)?;
             let (storage_key, _) = key.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?;
             let found = backend.run(end, cancel, |session, at| {
-                let args = [Arg::Text(&storage_key)];
-                let message = Message::new().raw(session.limits()).call(&at.statements.by_key, &args);
-                let answers = session.ask(&message)?;
+                let answers = session.ask_one(&at.statements.by_key, &[Arg::Text(&storage_key)])?;
                 session.check_cancel()?;
                 Ok(answers.row(0)?.map(|row| live_row(row, None)).transpose()?.flatten())
             });
@@ -62,9 +56,7 @@ pub(crate) fn lookup(
         Lookup::LockId(id) => {
             let id = LockId::parse(id)?;
             let found = backend.run(end, cancel, |session, at| {
-                let args = [Arg::Text(id.as_str())];
-                let message = Message::new().raw(session.limits()).call(&at.statements.by_id, &args);
-                let answers = session.ask(&message)?;
+                let answers = session.ask_one(&at.statements.by_id, &[Arg::Text(id.as_str())])?;
                 session.check_cancel()?;
                 Ok(answers.row(0)?.map(|row| live_row(row, Some(id.as_str()))).transpose()?.flatten())
             });
@@ -75,7 +67,7 @@ pub(crate) fn lookup(
 
 /// A row `(user key, lock id, expiry, acquisition, fence, clock)` as a live lease; with the asked-for
 /// id compared once more, since an index alone does not prove ownership.
-fn live_row(row: &SimpleQueryRow, lock_id: Option<&str>) -> Result<Option<LockInfoDebug>> {
+fn live_row(row: &Row, lock_id: Option<&str>) -> Result<Option<LockInfoDebug>> {
     let found = required(text(row, 1)?)?;
     let (expires_at_ms, now_ms) = (required(int(row, 2)?)?, required(int(row, 5)?)?);
     if lock_id.is_some_and(|asked| asked != found) || !is_live(expires_at_ms, now_ms, TIME_TOLERANCE_MS) {

@@ -13,8 +13,9 @@ use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::model::lock_id::LockId;
 use crate::model::time::{TIME_TOLERANCE_MS, is_live};
-use crate::postgres::error::Trouble;
-use crate::postgres::session::{Answers, Session, int, required, text};
+use crate::postgres::error::{Trouble, is_all_or_nothing};
+use crate::postgres::row::{int, required, text};
+use crate::postgres::session::{Answers, Session};
 use crate::postgres::statement::{Arg, Message};
 use crate::postgres::{Fault, Located, PostgresBackend};
 
@@ -76,10 +77,16 @@ impl Found {
     }
 }
 
+/// One message, and a second one that says why, if there was no live lease.
 fn one_message(session: &mut Session<'_>, at: &Located, lock_id: &LockId) -> Result<ReleaseOutcome, Trouble> {
-    let message =
-        Message::new().raw(session.prelude()).call(&at.statements.release, &[Arg::Text(lock_id.as_str())]);
-    let answers = session.commit(&message)?;
+    let id = [Arg::Text(lock_id.as_str())];
+    match session.commit_one(&at.statements.release_live, &id) {
+        Ok(answers) if answers.row(0)?.is_some() => return Ok(ReleaseOutcome::Released),
+        // The lease ran out while its row was waited for.
+        Err(trouble) if is_all_or_nothing(&trouble) => {}
+        other => drop(other?),
+    }
+    let answers = session.commit_one(&at.statements.release, &id)?;
     let row = required(answers.row(0)?)?;
     Ok(match (required(int(row, 0)?)?, required(int(row, 1)?)?) {
         (_, 1..) => ReleaseOutcome::Released,

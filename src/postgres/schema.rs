@@ -77,7 +77,8 @@ impl Names {
     pub(crate) fn ddl(&self, schema: &str) -> String {
         let mut ddl = String::from(
             "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SET LOCAL client_min_messages TO warning; \
-             SET LOCAL lock_timeout TO '30s'; SET LOCAL statement_timeout TO '60s'; SET LOCAL synchronous_commit TO on; ",
+             SET LOCAL lock_timeout TO '30s'; SET LOCAL statement_timeout TO '60s'; SET LOCAL synchronous_commit TO on; \
+             SET LOCAL search_path TO pg_catalog, pg_temp; ",
         );
         ddl.push_str("SELECT ");
         ddl.push_str(SET_UP_LOCK);
@@ -89,33 +90,26 @@ impl Names {
 
     /// `schema.sql` with the configured names in the place of the default ones.
     fn rename(&self, schema: &str) -> String {
-        let without_comments: String = SCHEMA_SQL
-            .lines()
-            .map(|line| line.split_once("--").map_or(line, |(sql, _)| sql))
-            .collect::<Vec<_>>()
-            .join("\n");
-        let qualified = |name: &str| format!("\"{schema}\".\"{name}\"");
-        without_comments
-            .replace(
-                "\"idx_syncguard_locks_lock_id\"",
-                &format!("\"{}\"", index_name(&self.locks, "lock_id")),
-            )
-            .replace(
-                "\"idx_syncguard_locks_expires\"",
-                &format!("\"{}\"", index_name(&self.locks, "expires")),
-            )
-            .replace(&format!("\"{DEFAULT_LOCKS}\""), &qualified(&self.locks))
-            .replace(&format!("\"{DEFAULT_FENCES}\""), &qualified(&self.fences))
-            .trim_end()
-            .trim_end_matches(';')
-            .to_owned()
+        let sql: String =
+            SCHEMA_SQL.lines().filter_map(|line| line.split("--").next()).collect::<Vec<_>>().join("\n");
+        // Every second piece is a name. One pass: a configured name may be another's default.
+        let pieces =
+            sql.trim_end().trim_end_matches(';').split('"').enumerate().map(|(i, piece)| match piece {
+                text if i % 2 == 0 => text.to_owned(),
+                DEFAULT_LOCKS => qualified(schema, &self.locks),
+                DEFAULT_FENCES => qualified(schema, &self.fences),
+                "idx_syncguard_locks_lock_id" => quoted(&index_name(&self.locks, "lock_id")),
+                "idx_syncguard_locks_expires" => quoted(&index_name(&self.locks, "expires")),
+                column => quoted(column),
+            });
+        pieces.collect()
     }
 
     /// A table's name as a literal for `to_regclass`, in the configured schema or along the search path.
     fn literal(&self, table: &str) -> Result<String> {
         let name = match &self.schema {
-            Some(schema) => format!("\"{schema}\".\"{table}\""),
-            None => format!("\"{table}\""),
+            Some(schema) => qualified(schema, table),
+            None => quoted(table),
         };
         let mut literal = String::new();
         push_quoted(&name, &mut literal)?;
@@ -135,8 +129,8 @@ impl Names {
             _ => KeyDebug::Left,
         };
         Some(Tables {
-            locks: format!("\"{locks}\".\"{}\"", self.locks),
-            fences: format!("\"{fences}\".\"{}\"", self.fences),
+            locks: qualified(locks, &self.locks),
+            fences: qualified(fences, &self.fences),
             key_debug,
         })
     }
@@ -144,10 +138,13 @@ impl Names {
 
 /// What the database said about the tables.
 #[derive(Clone, Debug, Default)]
+#[allow(clippy::struct_excessive_bools, reason = "each is one answer of one query")]
 pub(crate) struct Survey {
     pub(crate) locks_in: Option<String>,
     pub(crate) fences_in: Option<String>,
     pub(crate) unlogged: bool,
+    /// A table of this very session, which nobody else can see.
+    pub(crate) temporary: bool,
     pub(crate) has_key_debug: bool,
     pub(crate) has_indexes: bool,
     pub(crate) creation_schema: Option<String>,
@@ -189,6 +186,16 @@ impl Tables {
             KeyDebug::Left => ("", String::new()),
         }
     }
+}
+
+/// A name as an identifier. Our own names are plain; that of a schema which the search path led to
+/// was chosen by somebody else, and may hold anything.
+fn quoted(name: &str) -> String {
+    format!("\"{}\"", name.replace('"', "\"\""))
+}
+
+fn qualified(schema: &str, name: &str) -> String {
+    format!("{}.{}", quoted(schema), quoted(name))
 }
 
 /// An index name that fits: cut, with a digest of the table's name, where the plain one is too long.
@@ -254,5 +261,23 @@ mod tests {
         assert!(!ddl.contains("syncguard"), "{ddl}");
         assert!(ddl.contains("\"app\".\"My_Locks\"") && ddl.contains("\"app\".\"my_fences\""));
         assert!(ddl.contains("\"idx_My_Locks_lock_id\""));
+    }
+
+    #[test]
+    fn the_ddl_keeps_names_apart_that_are_each_others_defaults() {
+        let names = Names::new(None, Some(DEFAULT_FENCES), Some(DEFAULT_LOCKS)).unwrap();
+        let ddl = names.ddl(DEFAULT_FENCES);
+        let schema = quoted(DEFAULT_FENCES);
+        assert!(ddl.contains(&format!("EXISTS {schema}.\"{DEFAULT_FENCES}\" (\n    \"key\" TEXT")), "{ddl}");
+        assert!(
+            ddl.contains(&format!("EXISTS {schema}.\"{DEFAULT_LOCKS}\" (\n    \"fence_key\" TEXT")),
+            "{ddl}"
+        );
+        assert!(ddl.contains("\"idx_syncguard_fence_counters_lock_id\" ON"), "{ddl}");
+    }
+
+    #[test]
+    fn a_name_that_somebody_else_chose_stays_one_identifier() {
+        assert_eq!(qualified("a\"; DROP TABLE b; --", "t"), "\"a\"\"; DROP TABLE b; --\".\"t\"");
     }
 }

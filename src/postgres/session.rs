@@ -11,21 +11,25 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use postgres::{SimpleQueryMessage, SimpleQueryRow};
+use postgres::SimpleQueryMessage;
 
 use crate::cancel::{CancelToken, Subscription};
 use crate::error::{ErrorCode, LockError, Result};
 use crate::postgres::connect::{guard_runtime, rest};
 use crate::postgres::error::{Trouble, call_error, is_unprepared};
 use crate::postgres::link::Link;
+use crate::postgres::row::{Row, int, malformed, required, text};
 use crate::postgres::source::Connection;
-use crate::postgres::statement::{Backend, LOCKS_FIRST, Memo, Message, Statement};
+use crate::postgres::statement::{Arg, Backend, Handle, LOCKS_FIRST, Memo, Message, SessionTimer, Statement};
 
 /// How much later than the server's limits the client gives up.
 pub(crate) const GRACE: Duration = Duration::from_millis(100);
 
 /// How much later than the call's own end the limits of a settled session may end a wait.
 const LATE_MS: u64 = 300;
+
+/// How often a statement is called on one connection before the driver prepares it.
+const OFTEN: u32 = 16;
 
 /// How long a ROLLBACK may take before the connection is closed instead.
 const ROLLBACK_LIMIT: Duration = Duration::from_secs(1);
@@ -42,11 +46,11 @@ pub(crate) struct Session<'a> {
 }
 
 /// The rows of one message, by statement.
-pub(crate) struct Answers(Vec<Vec<SimpleQueryRow>>);
+pub(crate) struct Answers(Vec<Vec<Row>>);
 
 impl Answers {
     /// The only row of a statement, counted from the message's last.
-    pub(crate) fn row(&self, from_last: usize) -> Result<Option<&SimpleQueryRow>> {
+    pub(crate) fn row(&self, from_last: usize) -> Result<Option<&Row>> {
         match self.rows(from_last)? {
             [] => Ok(None),
             [row] => Ok(Some(row)),
@@ -55,39 +59,14 @@ impl Answers {
     }
 
     /// The rows of a statement, counted from the message's last.
-    pub(crate) fn rows(&self, from_last: usize) -> Result<&[SimpleQueryRow]> {
+    pub(crate) fn rows(&self, from_last: usize) -> Result<&[Row]> {
         self.0.iter().rev().nth(from_last).map(Vec::as_slice).ok_or_else(malformed)
     }
 
     /// The rows of the message's last statement, to keep.
-    pub(crate) fn into_last_rows(mut self) -> Vec<SimpleQueryRow> {
+    pub(crate) fn into_last_rows(mut self) -> Vec<Row> {
         self.0.pop().unwrap_or_default()
     }
-}
-
-/// A column as text; `None` for NULL.
-pub(crate) fn text(row: &SimpleQueryRow, column: usize) -> Result<Option<&str>> {
-    row.try_get(column).map_err(|cause| malformed().with_source(cause))
-}
-
-/// A column as a number; `None` for NULL.
-pub(crate) fn int(row: &SimpleQueryRow, column: usize) -> Result<Option<i64>> {
-    match text(row, column)? {
-        None => Ok(None),
-        Some(digits) => digits.parse().map(Some).map_err(|_| malformed()),
-    }
-}
-
-/// The value of a column that cannot be NULL.
-pub(crate) fn required<T>(value: Option<T>) -> Result<T> {
-    value.ok_or_else(malformed)
-}
-
-/// Something that PostgreSQL with our tables does not answer.
-pub(crate) fn malformed() -> LockError {
-    LockError::new(ErrorCode::Internal).with_message(
-        "the lock tables hold something that no SyncGuard client writes: check who else writes them",
-    )
 }
 
 impl<'a> Session<'a> {
@@ -145,6 +124,23 @@ impl<'a> Session<'a> {
         self.send(message, false)
     }
 
+    /// Carries out one statement that only reads.
+    pub(crate) fn ask_one(&mut self, statement: &Statement, args: &[Arg<'_>]) -> Result<Answers, Trouble> {
+        if self.is_settled() {
+            return self.call(statement, args, false);
+        }
+        self.ask(&Message::new().raw(self.limits()).call(statement, args))
+    }
+
+    /// Carries out one statement that is a transaction of its own.
+    pub(crate) fn commit_one(&mut self, statement: &Statement, args: &[Arg<'_>]) -> Result<Answers, Trouble> {
+        if self.is_settled() {
+            let answers = self.call(statement, args, true)?;
+            return self.committed(answers);
+        }
+        self.commit(&Message::new().raw(self.prelude()).call(statement, args))
+    }
+
     /// Sends a message that begins a transaction and leaves it open.
     pub(crate) fn begin(&mut self, message: &Message<'_>) -> Result<Answers, Trouble> {
         self.in_transaction = true;
@@ -155,6 +151,11 @@ impl<'a> Session<'a> {
     pub(crate) fn commit(&mut self, message: &Message<'_>) -> Result<Answers, Trouble> {
         let answers = self.send(message, true)?;
         self.in_transaction = false;
+        self.committed(answers)
+    }
+
+    /// The answers to a commit, unless the server warned that its standby may not have it.
+    fn committed(&mut self, answers: Answers) -> Result<Answers, Trouble> {
         if self.connection()?.link().is_some_and(Link::take_unreplicated) {
             return Err(Trouble::Broken {
                 error: LockError::new(ErrorCode::ServiceUnavailable)
@@ -211,11 +212,12 @@ impl<'a> Session<'a> {
         self.states("")
     }
 
-    /// The same with names from `pg_catalog` alone, for statements written with plain operators.
+    /// The same with names from `pg_catalog` before all others (a temporary type would come first
+    /// otherwise), for statements written with plain operators.
     pub(crate) fn limits_plain(&self) -> String {
         let limits = self.states("");
         let separator = if limits.is_empty() { "" } else { ";" };
-        format!("SET LOCAL search_path TO pg_catalog{separator}{limits}")
+        format!("SET LOCAL search_path TO pg_catalog, pg_temp{separator}{limits}")
     }
 
     /// The same for a transaction that stays open between two messages, with its `BEGIN`.
@@ -229,12 +231,18 @@ impl<'a> Session<'a> {
         prelude
     }
 
-    fn states(&self, transaction: &str) -> String {
+    /// Whether the session began with all that a transaction needs, and with limits that fit this
+    /// one. A limit that is a little late does no harm: where it can be, the client's own is exact.
+    fn is_settled(&self) -> bool {
         let left = self.millis_left();
-        // A limit that is a little late does no harm: where it can be, the client's own is exact.
-        if self.settled_ms.is_some_and(|limit| left >= limit - (limit / 10).min(LATE_MS)) {
+        self.settled_ms.is_some_and(|limit| left >= limit - (limit / 10).min(LATE_MS))
+    }
+
+    fn states(&self, transaction: &str) -> String {
+        if self.is_settled() {
             return String::new();
         }
+        let left = self.millis_left();
         // No sequential scan: a plan made while the table was tiny would keep it when it has grown.
         format!(
             "{transaction}SET LOCAL enable_seqscan TO off;\
@@ -245,6 +253,22 @@ impl<'a> Session<'a> {
 
     fn millis_left(&self) -> u64 {
         u64::try_from(rest(self.end).as_millis()).unwrap_or(u64::MAX).clamp(1, 2_000_000_000)
+    }
+
+    /// The timer of a session lock that runs on this session.
+    pub(crate) fn timer(&mut self) -> Option<SessionTimer> {
+        self.connection().ok()?.memo().timer.clone()
+    }
+
+    pub(crate) fn set_timer(&mut self, timer: Option<SessionTimer>) {
+        if let Ok(connection) = self.connection() {
+            connection.memo().timer = timer;
+        }
+    }
+
+    /// Whether the connection is of a pool of ours.
+    pub(crate) fn is_own(&self) -> bool {
+        self.connection.as_ref().is_some_and(Connection::is_own)
     }
 
     pub(crate) fn check_cancel(&self) -> Result<()> {
@@ -272,10 +296,42 @@ impl<'a> Session<'a> {
 
     /// Sends, and notices where prepared statements are gone.
     fn send(&mut self, message: &Message<'_>, commits: bool) -> Result<Answers, Trouble> {
-        match self.simple(message, commits) {
-            Ok(answers) => {
+        let outcome = self.simple(message, commits);
+        self.noticed(outcome)
+    }
+
+    /// Calls one statement, by the driver's own kind of prepared statement once it is called often:
+    /// nothing is parsed then, neither there nor here, but to prepare it is a round trip. Only for a
+    /// settled session, where nothing has to be stated beside it.
+    fn call(&mut self, statement: &Statement, args: &[Arg<'_>], commits: bool) -> Result<Answers, Trouble> {
+        let memo = self.connection()?.memo();
+        if memo.plain {
+            return self.send(&Message::new().call(statement, args), commits);
+        }
+        let handle = match memo.handle(statement) {
+            Handle::Ready(handle) => handle,
+            Handle::Called(times) if times < OFTEN => {
+                return self.send(&Message::new().call(statement, args), commits);
+            }
+            Handle::Called(_) => {
+                let types = statement.sql_types();
+                let prepared =
+                    self.round_trip(false, |client| client.prepare_typed(statement.text(), &types));
+                let handle = self.noticed(prepared)?;
+                self.connection()?.memo().keep_handle(statement, handle.clone());
+                handle
+            }
+        };
+        let rows = self.round_trip(commits, |client| client.query(&handle, &Arg::parameters(args)));
+        let rows = self.noticed(rows)?;
+        Ok(Answers(vec![rows.into_iter().map(Row::Typed).collect()]))
+    }
+
+    fn noticed<R>(&mut self, outcome: Result<R, Failed>) -> Result<R, Trouble> {
+        match outcome {
+            Ok(answer) => {
                 self.connection()?.memo().vanished = 0;
-                Ok(answers)
+                Ok(answer)
             }
             Err(Failed::Unprepared(trouble)) => {
                 let memo = self.connection()?.memo();
@@ -289,20 +345,31 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// One round trip.
+    /// One message of text.
     fn simple(&mut self, message: &Message<'_>, commits: bool) -> Result<Answers, Failed> {
+        let connection = self.connection().map_err(Trouble::Refused)?;
+        let text = message.text(connection.memo().plain).map_err(Trouble::Refused)?;
+        let answers = self.round_trip(commits, |client| client.simple_query(&text))?;
+        Ok(Answers(by_statement(answers)))
+    }
+
+    /// One round trip.
+    fn round_trip<R>(
+        &mut self,
+        commits: bool,
+        send: impl FnOnce(&mut postgres::Client) -> Result<R, postgres::Error>,
+    ) -> Result<R, Failed> {
         let left = rest(self.end);
         if left.is_zero() {
             return Err(Failed::Trouble(Trouble::Refused(out_of_time())));
         }
         let watch = if commits { None } else { self.watch() };
         let connection = self.connection().map_err(Trouble::Refused)?;
-        let text = message.text(connection.memo().plain).map_err(Trouble::Refused)?;
         if let Some(link) = connection.link() {
             link.limit(left + GRACE);
         }
         let client = connection.client().map_err(Trouble::Refused)?;
-        let outcome = match guard_runtime(|| client.simple_query(&text)) {
+        let outcome = match guard_runtime(|| send(client)) {
             Ok(outcome) => outcome,
             // The driver panicked before it sent anything; what state it is in, nobody knows.
             Err(error) => {
@@ -314,10 +381,7 @@ impl<'a> Session<'a> {
             self.cut();
             return Err(Failed::Trouble(Trouble::Refused(LockError::aborted())));
         }
-        match outcome {
-            Ok(messages) => Ok(Answers(by_statement(messages))),
-            Err(error) => Err(self.failed(error, commits)),
-        }
+        outcome.map_err(|error| self.failed(error, commits))
     }
 
     fn failed(&mut self, error: postgres::Error, commits: bool) -> Failed {
@@ -407,12 +471,12 @@ pub(crate) fn out_of_time() -> LockError {
         .with_message("the time for this operation was over before it could be sent: raise operation_timeout")
 }
 
-fn by_statement(messages: Vec<SimpleQueryMessage>) -> Vec<Vec<SimpleQueryRow>> {
+fn by_statement(messages: Vec<SimpleQueryMessage>) -> Vec<Vec<Row>> {
     let mut statements = Vec::with_capacity(8);
     let mut rows = Vec::new();
     for message in messages {
         match message {
-            SimpleQueryMessage::Row(row) => rows.push(row),
+            SimpleQueryMessage::Row(row) => rows.push(Row::Text(row)),
             SimpleQueryMessage::CommandComplete(_) => statements.push(std::mem::take(&mut rows)),
             _ => {}
         }

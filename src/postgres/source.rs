@@ -148,6 +148,14 @@ impl Source {
         }
     }
 
+    /// An idle connection of ours on which a session lock's timer still runs.
+    pub(crate) fn take_timed(&self) -> Option<Connection> {
+        match &self.operations {
+            Operations::Own(pool) => pool.take_timed().map(Connection::Own),
+            Operations::Foreign { .. } => None,
+        }
+    }
+
     /// Closes idle connections that a restart of the server has made stale.
     pub(crate) fn purge(&self) {
         if let Operations::Own(pool) = &self.operations {
@@ -217,6 +225,11 @@ impl Connection {
             Self::Own(lent) => lent.wire()?.client().ok_or_else(gone),
             Self::Foreign(foreign) => foreign.lent.as_mut().map(|lent| lent.client()).ok_or_else(gone),
         }
+    }
+
+    /// Whether it is of a pool of ours, which knows what state its sessions are in.
+    pub(crate) fn is_own(&self) -> bool {
+        matches!(self, Self::Own(_))
     }
 
     pub(crate) fn memo(&mut self) -> &mut Memo {

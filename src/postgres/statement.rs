@@ -7,10 +7,11 @@
 //!
 //! Values become text in one place, [`Arg`]: digits, or a quoted literal.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::fmt::Write as _;
 use std::sync::Arc;
 
+use postgres::types::{ToSql, Type};
 use sha2::{Digest, Sha256};
 
 use crate::error::{LockError, Result};
@@ -31,6 +32,21 @@ impl Statement {
             let _ = write!(name, "{byte:02x}");
         }
         Self { name, text, types }
+    }
+
+    pub(crate) fn text(&self) -> &str {
+        &self.text
+    }
+
+    /// The types of its parameters, as the driver knows them.
+    pub(crate) fn sql_types(&self) -> Vec<Type> {
+        let known = |name: &&str| match *name {
+            "pg_catalog.int8" => Type::INT8,
+            "pg_catalog.text[]" => Type::TEXT_ARRAY,
+            "pg_catalog.int8[]" => Type::INT8_ARRAY,
+            _ => Type::TEXT,
+        };
+        self.types.iter().map(known).collect()
     }
 
     /// The `PREPARE` for it.
@@ -60,7 +76,22 @@ impl Statement {
 
     /// The text with the arguments in the place of `$n`.
     fn write_out(&self, args: &[Arg<'_>], out: &mut String) -> Result<()> {
-        let mut pieces = self.text.split('$');
+        // Every second piece is the inside of a quoted name, where `$1` is a part of the name.
+        for (i, outside) in self.text.split('"').enumerate() {
+            if i > 0 {
+                out.push('"');
+            }
+            if i % 2 == 1 {
+                out.push_str(outside);
+            } else {
+                self.write_out_unquoted(outside, args, out)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn write_out_unquoted(&self, text: &str, args: &[Arg<'_>], out: &mut String) -> Result<()> {
+        let mut pieces = text.split('$');
         out.push_str(pieces.next().unwrap_or_default());
         for piece in pieces {
             let end = piece.find(|c: char| !c.is_ascii_digit()).unwrap_or(piece.len());
@@ -86,7 +117,20 @@ pub(crate) enum Arg<'a> {
     Ints(&'a [i64]),
 }
 
-impl Arg<'_> {
+impl<'a> Arg<'a> {
+    /// Values as the driver sends them beside a statement.
+    pub(crate) fn parameters<'s>(args: &'s [Arg<'a>]) -> Vec<&'s (dyn ToSql + Sync)> {
+        let parameter = |arg: &'s Arg<'a>| -> &'s (dyn ToSql + Sync) {
+            match arg {
+                Self::Text(text) => text,
+                Self::Int(number) => number,
+                Self::Texts(texts) => texts,
+                Self::Ints(numbers) => numbers,
+            }
+        };
+        args.iter().map(parameter).collect()
+    }
+
     fn push(&self, out: &mut String) -> Result<()> {
         match self {
             Self::Text(text) => push_quoted(text, out),
@@ -192,6 +236,8 @@ impl<'a> Message<'a> {
 #[derive(Default)]
 pub(crate) struct Memo {
     prepared: HashSet<String>,
+    /// What is called often, by the name of the statement.
+    handles: HashMap<String, Handle>,
     /// Prepared statements do not stay on this connection: write everything out.
     pub(crate) plain: bool,
     /// How often in a row a prepared statement was gone.
@@ -200,6 +246,24 @@ pub(crate) struct Memo {
     /// The session began with the settings that transactions need, and this limit in milliseconds
     /// for its waits and statements: nothing has to be set that is already so.
     pub(crate) settled_ms: Option<u64>,
+    /// A timer that a session lock has set for the session, and that still runs.
+    pub(crate) timer: Option<SessionTimer>,
+}
+
+/// How one statement is called on one connection.
+pub(crate) enum Handle {
+    /// By its name, so many times by now.
+    Called(u32),
+    /// By the driver's own kind of prepared statement.
+    Ready(postgres::Statement),
+}
+
+/// An `idle_session_timeout` of ours, and the setting as it was before.
+#[derive(Clone)]
+pub(crate) struct SessionTimer {
+    /// In milliseconds; 0 is no limit.
+    pub(crate) limit_ms: u64,
+    pub(crate) before: String,
 }
 
 /// How much later than the limit for locks the one for statements ends. Both count from the same
@@ -228,7 +292,8 @@ pub(crate) struct Backend {
 impl Memo {
     /// The statements that this connection has yet to prepare.
     pub(crate) fn missing<'s>(&self, statements: &[&'s Statement]) -> Vec<&'s Statement> {
-        if self.plain {
+        // Sets of statements are prepared together: who has the last one has all of them.
+        if self.plain || statements.last().is_none_or(|last| self.prepared.contains(&last.name)) {
             return Vec::new();
         }
         statements.iter().copied().filter(|s| !self.prepared.contains(&s.name)).collect()
@@ -252,9 +317,29 @@ impl Memo {
         self.backend = backend;
     }
 
+    /// The driver's own prepared statement for this one, or how it is to be called for now.
+    pub(crate) fn handle(&mut self, statement: &Statement) -> Handle {
+        match self.handles.get_mut(&statement.name) {
+            Some(Handle::Ready(handle)) => Handle::Ready(handle.clone()),
+            Some(Handle::Called(times)) => {
+                *times += 1;
+                Handle::Called(*times)
+            }
+            None => {
+                self.handles.insert(statement.name.clone(), Handle::Called(1));
+                Handle::Called(1)
+            }
+        }
+    }
+
+    pub(crate) fn keep_handle(&mut self, statement: &Statement, handle: postgres::Statement) {
+        self.handles.insert(statement.name.clone(), Handle::Ready(handle));
+    }
+
     /// Prepared statements are gone (`DISCARD ALL`, a pooler): prepare again, or give up on it.
     pub(crate) fn forget(&mut self) {
         self.prepared.clear();
+        self.handles.clear();
         self.vanished = self.vanished.saturating_add(1);
         self.plain |= self.vanished >= 2;
     }

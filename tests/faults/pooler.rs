@@ -1,72 +1,16 @@
 //! Through PgBouncer in transaction mode: each transaction may run on another server connection.
-//!
-//! Needs `pgbouncer`, which `scripts/test` installs.
 
-use std::fs;
-use std::net::{TcpListener, TcpStream};
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
 use syncguard::contract::Harness;
 use syncguard::{LockBackend, LockOptions, PgLockClient};
 
-use crate::support::account::Account;
+use crate::support::bouncer::Bouncer;
 use crate::support::{self, LIMIT, TestSchema, together, wait_until};
 
-struct Bouncer {
-    process: Child,
-    dir: PathBuf,
-    port: u16,
-}
-
-impl Bouncer {
-    /// `ignored` are the startup parameters that it lets pass unread; it refuses others.
-    fn start(ignored: &str) -> Self {
-        let program = [
-            "/usr/sbin/pgbouncer",
-            "/usr/bin/pgbouncer",
-            "/usr/local/bin/pgbouncer",
-            "/opt/homebrew/bin/pgbouncer",
-        ];
-        let program = program.iter().find(|path| Path::new(path).is_file());
-        let program =
-            program.expect("pgbouncer is not installed: apt-get install pgbouncer, or run scripts/test");
-        let account = Account::find().unwrap();
-        let dir = account.temp_dir().unwrap().join(format!("syncguard-bouncer-{}", support::unique()));
-        let made = account.command("mkdir").arg(&dir).status().unwrap();
-        assert!(made.success());
-        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-        let text = format!(
-            "[databases]\n* = host=127.0.0.1 port={} user=postgres\n[pgbouncer]\nlisten_addr = 127.0.0.1\nlisten_port = {port}\nunix_socket_dir =\n\
-             auth_type = any\npool_mode = transaction\ndefault_pool_size = 4\nmax_client_conn = 200\nlogfile = {}\n\
-             ignore_startup_parameters = {ignored}\n",
-            support::server().port(),
-            dir.join("log").display()
-        );
-        let ini = dir.join("ini");
-        fs::write(&ini, text).unwrap();
-        let mut command = account.command(program);
-        command.arg(&ini).current_dir("/").stdout(Stdio::null()).stderr(Stdio::null());
-        let process = command.spawn().unwrap();
-        wait_until(LIMIT, "pgbouncer takes connections", || TcpStream::connect(("127.0.0.1", port)).is_ok());
-        Self { process, dir, port }
-    }
-
-    /// The search path cannot be chosen through a pooler: the builder's `schema` is.
-    fn client(&self, schema: &TestSchema) -> PgLockClient {
-        let user = "user=postgres dbname=postgres host=127.0.0.1";
-        PgLockClient::builder().schema(schema.name()).connect(&format!("{user} port={}", self.port)).unwrap()
-    }
-}
-
-impl Drop for Bouncer {
-    fn drop(&mut self) {
-        let _ = self.process.kill();
-        let _ = self.process.wait();
-        let _ = Command::new("rm").arg("-rf").arg(&self.dir).status();
-    }
+fn client(bouncer: &Bouncer, schema: &TestSchema) -> PgLockClient {
+    PgLockClient::builder().schema(schema.name()).connect(&bouncer.url()).unwrap()
 }
 
 /// The contract's way behind the client: straight to the server.
@@ -122,17 +66,17 @@ impl Harness for Through<'_> {
 
 #[test]
 fn the_contract_holds_through_a_transaction_pooler() {
-    let bouncer = Bouncer::start("extra_float_digits,options");
+    let bouncer = Bouncer::start(&[("ignore_startup_parameters", "extra_float_digits,options")]);
     let schema = support::schema();
-    syncguard::contract::run_all(&Through { client: bouncer.client(&schema), schema: &schema });
+    syncguard::contract::run_all(&Through { client: client(&bouncer, &schema), schema: &schema });
 }
 
 #[test]
 fn guards_exclude_each_other_and_are_renewed_through_a_transaction_pooler() {
     // It refuses the settings that our sessions would begin with: they are stated in each transaction.
-    let bouncer = Bouncer::start("extra_float_digits");
+    let bouncer = Bouncer::start(&[("ignore_startup_parameters", "extra_float_digits")]);
     let schema = support::schema();
-    let clients: Vec<_> = (0..3).map(|_| bouncer.client(&schema)).collect();
+    let clients: Vec<_> = (0..3).map(|_| client(&bouncer, &schema)).collect();
     let inside = std::sync::atomic::AtomicU32::new(0);
     let options = LockOptions::new().ttl(Duration::from_secs(1)).timeout(LIMIT);
     together(6, |n| {

@@ -34,6 +34,7 @@
 
 pub mod account;
 pub mod binaries;
+pub mod bouncer;
 pub mod cluster;
 pub mod keeper;
 pub mod leases;
@@ -45,6 +46,7 @@ pub mod schema;
 pub mod script;
 pub mod server;
 pub mod session_locks;
+pub mod standby;
 pub mod stored;
 pub mod wait;
 pub mod wire;

@@ -1,0 +1,137 @@
+//! Single operations beside one statement of the same driver; messages and allocations, counted.
+
+use std::time::Duration;
+
+use postgres::{Client, NoTls};
+use stats_alloc::Region;
+use syncguard::{AdvisoryKey, CancelToken, ExtendResult, Lookup, PgLockClient};
+
+use crate::floor::Floor;
+use crate::line::Line;
+use crate::pairs::{Pair, time};
+use crate::report::Goal::{self, AtLeast, AtMost};
+use crate::{Stage, TTL, cpu};
+
+const N: usize = 200;
+
+pub(crate) fn run(stage: &Stage) {
+    cpu::on_one(stage.server.pid().unwrap(), || {
+        operations(stage);
+        advisory(stage);
+    });
+    round_trips(stage);
+    allocations(stage);
+}
+
+fn operations(stage: &Stage) {
+    let url = stage.schema.socket_url();
+    let client = PgLockClient::connect(&url).unwrap();
+    let mut floor = Floor::new(&url);
+    let held = client.acquire("held", TTL).unwrap().acquired().unwrap();
+    floor.upsert("held");
+    let id = held.lock_id.clone();
+    let mut row = |figure: &str, floor_op: &mut dyn FnMut(&mut Floor), ours: &mut dyn FnMut()| {
+        let pair = Pair::run(
+            stage.blocks,
+            || time(|| (0..N).for_each(|_| floor_op(&mut floor))),
+            || time(|| (0..N).for_each(|_| ours())),
+        );
+        stage.report.row(figure, pair.speed(), Goal::None, &pair.note(N, ["floor", "ours"]));
+    };
+    row("extend / one durable prepared update", &mut |f| f.update("held"), &mut || {
+        assert!(matches!(client.extend(&id, TTL).unwrap(), ExtendResult::Extended { .. }));
+    });
+    row("is_locked / one prepared select", &mut |f| f.select("held"), &mut || {
+        assert!(client.is_locked("held").unwrap());
+    });
+    row("lookup by key / one prepared select", &mut |f| f.select("held"), &mut || {
+        assert!(client.lookup(Lookup::Key("held")).unwrap().is_some());
+    });
+    row("acquire of a key that is held / one prepared select", &mut |f| f.select("held"), &mut || {
+        assert!(client.acquire("held", TTL).unwrap().acquired().is_none());
+    });
+    client.release(&id).unwrap();
+}
+
+/// Session locks beside the bare functions on one connection.
+fn advisory(stage: &Stage) {
+    let url = stage.schema.socket_url();
+    let client = PgLockClient::connect(&url).unwrap();
+    let key = AdvisoryKey::from_text("bench");
+    let mut bare = Client::connect(&url, NoTls).unwrap();
+    let take = bare.prepare("SELECT pg_try_advisory_lock($1)").unwrap();
+    let give = bare.prepare("SELECT pg_advisory_unlock($1)").unwrap();
+    let number = key.as_i64();
+    let pair = Pair::run(
+        stage.blocks,
+        || {
+            time(|| {
+                for _ in 0..N {
+                    bare.query(&take, &[&number]).unwrap();
+                    bare.query(&give, &[&number]).unwrap();
+                }
+            })
+        },
+        || {
+            time(|| {
+                for _ in 0..N {
+                    client.try_advisory_lock(&key).unwrap().unwrap().release().unwrap();
+                }
+            })
+        },
+    );
+    let figure = "session lock: try + release / the bare functions";
+    stage.report.row(figure, pair.speed(), AtLeast(0.9), &pair.note(N, ["bare", "ours"]));
+}
+
+/// Messages to the server per operation, counted on the line.
+fn round_trips(stage: &Stage) {
+    let line = Line::start(stage.server.port(), Duration::ZERO);
+    let client = PgLockClient::connect(&line.url(&stage.schema.url())).unwrap();
+    let token = CancelToken::new();
+    for (form, client, goals) in [
+        ("without a token", client.clone(), [1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("with a token", client.cancellable(&token), [2.0, 2.0, 1.0, 1.0, 2.0]),
+    ] {
+        let warm = client.acquire("warm", TTL).unwrap().acquired().unwrap();
+        client.release(&warm.lock_id).unwrap();
+        let mut id = String::new();
+        let mut count = |what: usize| {
+            let before = line.messages();
+            match what {
+                0 => id = client.acquire("k", TTL).unwrap().acquired().unwrap().lock_id,
+                1 => drop(client.extend(&id, TTL).unwrap()),
+                2 => drop(client.is_locked("k").unwrap()),
+                3 => drop(client.lookup(Lookup::LockId(&id)).unwrap()),
+                _ => drop(client.release(&id).unwrap()),
+            }
+            line.messages() - before
+        };
+        for (what, name) in ["acquire", "extend", "is_locked", "lookup", "release"].iter().enumerate() {
+            let messages = count(what) as f64;
+            let figure = format!("round trips: {name} {form}");
+            stage.report.count(&figure, messages, AtMost(goals[what]), "counted on the line");
+        }
+    }
+}
+
+/// Allocations of the whole process per operation, the driver's among them.
+fn allocations(stage: &Stage) {
+    let url = stage.schema.socket_url();
+    let client = PgLockClient::connect(&url).unwrap();
+    let mut floor = Floor::new(&url);
+    let count = |mut work: Box<dyn FnMut(usize) + '_>| {
+        (0..20).for_each(&mut work);
+        let region = Region::new(crate::ALLOCATOR);
+        (0..N).for_each(&mut work);
+        let change = region.change();
+        (change.allocations as f64 / N as f64, change.bytes_allocated as f64 / N as f64)
+    };
+    let floors = count(Box::new(|i| floor.cycle(&format!("a{i}"))));
+    let ours = count(Box::new(|i| {
+        let grant = client.acquire(&format!("a{i}"), TTL).unwrap().acquired().unwrap();
+        client.release(&grant.lock_id).unwrap();
+    }));
+    let note = format!("floor {:.0}; bytes: ours {:.0}, floor {:.0}", floors.0, ours.1, floors.1);
+    stage.report.count("allocations per acquire + release", ours.0.round(), Goal::None, &note);
+}
