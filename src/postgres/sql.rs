@@ -20,12 +20,15 @@
 //! 5. What happens nearly always has a statement of its own that does nothing else: [`acquire_absent`]
 //!    where no row stands for the key, [`release_live`] where the lease is live. Both change nothing in
 //!    every other case, and the careful statement decides then.
+//! 6. A release calls waiters in other processes, if there are any, in the statement that deletes the
+//!    row; the careful release does not, and so decides also where calling fails.
 
 use crate::error::Result;
 use crate::model::fence::{FENCE_MAX, Fence};
 use crate::model::time::TIME_TOLERANCE_MS;
 use crate::postgres::schema::Tables;
 use crate::postgres::statement::{Statement, push_quoted};
+use crate::postgres::wake::call_waiters;
 
 /// Operators by their full names.
 pub(crate) const EQ: &str = "OPERATOR(pg_catalog.=)";
@@ -108,7 +111,9 @@ pub(crate) struct Statements {
 }
 
 impl Statements {
-    pub(crate) fn new(tables: &Tables) -> Self {
+    /// `calls`: whether a release calls waiters.
+    pub(crate) fn new(tables: &Tables, calls: bool) -> Self {
+        let called = called(calls);
         let locks = &tables.locks;
         let row = format!(
             "SELECT l.user_key, l.lock_id, l.expires_at_ms, l.acquired_at_ms, l.fence, {CLOCK} FROM {locks} AS l"
@@ -159,7 +164,7 @@ impl Statements {
                 "delete",
                 &[TEXT, TEXT],
                 format!(
-                    "DELETE FROM {locks} AS l WHERE l.key {EQ} $1 AND l.lock_id {EQ} $2 RETURNING l.lock_id"
+                    "DELETE FROM {locks} AS l WHERE l.key {EQ} $1 AND l.lock_id {EQ} $2 RETURNING l.lock_id{called}"
                 ),
             ),
             update: Statement::new(
@@ -171,7 +176,7 @@ impl Statements {
                 ),
             ),
             release: Statement::new("release", &[TEXT], release(tables)),
-            release_live: Statement::new("release_live", &[TEXT], release_live(tables)),
+            release_live: Statement::new("release_live", &[TEXT], release_live(tables, &called)),
             extend: Statement::new("extend", &[TEXT, INT], extend(tables)),
             renew: Statement::new("renew", &[TEXTS, TEXTS, INTS], renew(tables)),
             look: Statement::new(
@@ -394,12 +399,17 @@ fn release(tables: &Tables) -> String {
 /// [`release`]. The row is judged when it is found, and once more when it is deleted: a wait for
 /// somebody's lock lies between the two, and if the lease was over by then, the message fails
 /// (22012) and changes nothing.
-fn release_live(tables: &Tables) -> String {
+fn release_live(tables: &Tables, called: &str) -> String {
     let (locks, alive) = (&tables.locks, live("l.expires_at_ms", CLOCK));
     format!(
         "DELETE FROM {locks} AS l WHERE l.lock_id {EQ} $1 AND {alive} \
-         RETURNING 1 OPERATOR(pg_catalog./) (CASE WHEN {alive} THEN 1 ELSE 0 END), {RELAXED}"
+         RETURNING 1 OPERATOR(pg_catalog./) (CASE WHEN {alive} THEN 1 ELSE 0 END), {RELAXED}{called}"
     )
+}
+
+/// The call of the deleted row's waiters as one more column, or nothing.
+fn called(calls: bool) -> String {
+    if calls { format!(", {}", call_waiters("l.key")) } else { String::new() }
 }
 
 fn extend(tables: &Tables) -> String {
