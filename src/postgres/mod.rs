@@ -8,6 +8,7 @@
 //! | `sql`, `schema` | every SQL text; the tables and how they come to be |
 //! | `acquire`, `release`, `extend`, `read` | the operations |
 //! | `operator` | what operators see and may do |
+//! | `wake`, `processes` | calls between processes; whether sessions keep to theirs |
 //! | `error` | SQLSTATE to error code |
 //!
 //! The one loop around all of them is [`PostgresBackend::run`]: it replaces stale connections as
@@ -20,6 +21,7 @@ mod extend;
 mod link;
 mod operator;
 mod pool;
+mod processes;
 mod read;
 mod release;
 mod row;
@@ -28,12 +30,14 @@ mod session;
 mod source;
 mod sql;
 mod statement;
+mod wake;
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 pub(crate) use connect::{Connector, guard_runtime, parse_url};
 pub use operator::{BrokenLock, CLEANUP_GUARD_MS, Counts, IdleCounter, Operator, Waiter};
+pub(crate) use processes::{Asked, ROUNDS};
 pub(crate) use row::{Row, flag, int, malformed, required, text};
 pub(crate) use schema::Names;
 pub(crate) use session::{Answers, Session};
@@ -42,7 +46,7 @@ pub(crate) use statement::{Arg, Message, SessionTimer, Statement, push_quoted};
 
 use crate::backend::{
     AcquireResult, Attempt, Capabilities, ExtendOutcome, LockBackend, LockInfo, LockInfoDebug, Lookup,
-    ReleaseOutcome, RenewOutcome, Renewal, TimeAuthority,
+    OnHeard, ReleaseOutcome, RenewOutcome, Renewal, TimeAuthority, Watch,
 };
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
@@ -54,6 +58,7 @@ pub(crate) use error::Trouble;
 use schema::{Survey, Tables};
 use sql::Statements;
 use statement::Backend;
+use wake::Wakes;
 
 /// How often an operation starts anew because its connection turned out to be stale. After a
 /// restart of the server every idle connection is.
@@ -77,6 +82,7 @@ pub(crate) struct PostgresBackend {
     /// Handed to the thread of a clean-up.
     this: Weak<PostgresBackend>,
     next_cleanup: Mutex<Option<Instant>>,
+    wakes: Option<Wakes>,
 }
 
 /// What a caller may choose about the tables and the time.
@@ -85,12 +91,16 @@ pub(crate) struct Settings {
     pub(crate) store_key_debug: bool,
     pub(crate) cleanup_in_is_locked: bool,
     pub(crate) operation_timeout: Duration,
+    /// Whether releases call waiters in other processes, and waiters listen for such calls.
+    pub(crate) wake_ups: bool,
 }
 
 /// The tables and their statements, once it is known where the tables are.
 pub(crate) struct Located {
     tables: Tables,
     statements: Statements,
+    /// Whether releases call waiters.
+    calls: bool,
 }
 
 /// How an operation failed.
@@ -118,8 +128,11 @@ impl From<LockError> for Fault {
 impl PostgresBackend {
     /// A backend that has not talked to the server yet.
     pub(crate) fn new(source: Source, names: Names, settings: Settings) -> Arc<Self> {
+        let listens = source.own_connector().filter(|_| settings.wake_ups);
+        let wakes = listens.map(|connector| Wakes::new(connector.clone(), settings.operation_timeout));
         Arc::new_cyclic(|this| Self {
             source,
+            wakes,
             names,
             settings,
             located: OnceLock::new(),
@@ -358,8 +371,9 @@ impl PostgresBackend {
             return Err(temporary_tables());
         }
         let tables = self.names.located(survey, self.settings.store_key_debug).ok_or_else(missing_tables)?;
-        let statements = Statements::new(&tables);
-        if self.located.set(Arc::new(Located { tables, statements })).is_ok() && survey.unlogged {
+        let calls = self.settings.wake_ups && survey.may_call;
+        let statements = Statements::new(&tables, calls);
+        if self.located.set(Arc::new(Located { tables, statements, calls })).is_ok() && survey.unlogged {
             log::warn!(
                 "a lock table is UNLOGGED: a crash empties it and fences would repeat; ALTER TABLE … SET LOGGED"
             );
@@ -413,6 +427,7 @@ fn read_survey(session: &mut Session<'_>, names: &Names) -> Result<Survey, Troub
         has_indexes: flag(5)?,
         creation_schema: owned(6)?,
         encoding: owned(7)?.unwrap_or_default(),
+        may_call: flag(8)?,
     })
 }
 
@@ -467,6 +482,13 @@ impl LockBackend for PostgresBackend {
         read::is_locked(self, &Key::new(key)?, self.end_by(deadline), cancel)
     }
 
+    fn watch(&self, key: &str, heard: OnHeard) -> Option<Box<dyn Watch>> {
+        let wakes = self.wakes.as_ref()?;
+        let (storage_key, _) =
+            Key::new(key).ok()?.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES).ok()?;
+        wakes.watch(&storage_key, &heard)
+    }
+
     fn extend_by(
         &self,
         lock_id: &str,
@@ -508,6 +530,9 @@ impl LockBackend for PostgresBackend {
     }
 
     fn close(&self) {
+        if let Some(wakes) = &self.wakes {
+            wakes.close();
+        }
         self.source.close();
     }
 }
