@@ -461,7 +461,7 @@ mod tests {
     /// statement that has a safeguard is named here, and no other.
     #[test]
     fn each_switch_takes_its_safeguard_out_of_every_statement_that_has_it() {
-        let all = Statements::new(&Tables::plain());
+        let all = Statements::new(&Tables::plain(), true);
         let all = [
             ("queue", &all.queue),
             ("hold", &all.hold),

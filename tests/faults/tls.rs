@@ -152,7 +152,7 @@ fn sweep(bench: &Bench, mut shot: impl FnMut(&str)) -> usize {
             if out {
                 inner.limit(at, i64::MAX)
             } else {
-                inner.limit(i64::MAX, at)
+                inner.limit(i64::MAX, at);
             }
             shot(&format!("cut at {at}, out: {out}"));
             let cut = if out {
