@@ -150,7 +150,7 @@ fn sweep(bench: &Bench, mut shot: impl FnMut(&str)) -> usize {
         while at < if out { sizes.0 } else { sizes.1 } {
             bench.client.is_locked("warm").expect("the network is whole");
             if out {
-                inner.limit(at, i64::MAX)
+                inner.limit(at, i64::MAX);
             } else {
                 inner.limit(i64::MAX, at);
             }
