@@ -29,7 +29,13 @@ pub(crate) const fn on(_switch: &str) -> bool {
 
 /// A statement's text, without the safeguards that are switched off.
 #[cfg(feature = "sabotage")]
-pub(crate) fn sql(mut text: String) -> String {
+pub(crate) fn sql(text: String) -> String {
+    cut(text, &on)
+}
+
+/// The text without these safeguards.
+#[cfg(feature = "sabotage")]
+pub(crate) fn cut(mut text: String, on: &dyn Fn(&str) -> bool) -> String {
     const CUTS: [(&str, &str, &str); 9] = [
         ("row-lock", " FOR UPDATE OF l", ""),
         ("row-lock", " FOR UPDATE SKIP LOCKED", ""),
