@@ -195,6 +195,16 @@ impl LockError {
         Self::new(ErrorCode::Aborted).with_message("Operation aborted by signal")
     }
 
+    /// Refuses what another process made: this one is its fork.
+    pub(crate) fn check_process(made_in: u32) -> Result<()> {
+        if made_in == std::process::id() {
+            return Ok(());
+        }
+        Err(Self::invalid(
+            "this client was made before a fork: its locks and connections belong to the parent, make a new one in the child",
+        ))
+    }
+
     /// The error and its causes in one line, for a log: still without keys and ids.
     pub(crate) fn chain(&self) -> impl fmt::Display + '_ {
         Chain(self)

@@ -171,6 +171,8 @@ pub use telemetry::{EventResult, LockEvent, Operation, Telemetry, TelemetryOptio
 mod documents {
     #[doc = include_str!("../README.md")]
     struct Readme;
+    #[doc = include_str!("../docs/fencing.md")]
+    struct Fencing;
     #[doc = include_str!("../docs/errors.md")]
     struct Errors;
     #[doc = include_str!("../docs/operations.md")]

@@ -10,6 +10,7 @@
 //! | `clock` | the clock after the waits: `now()` stands still from the start of the transaction |
 //! | `durable` | durable commits of acquire and extend |
 //! | `deadline` | the local deadline that is counted from the request: from the reply instead |
+//! | `patience` | no safeguard: statements are called by the driver's extended protocol from the first call on |
 
 #[cfg(all(feature = "sabotage", not(debug_assertions)))]
 compile_error!("the feature `sabotage` breaks the library on purpose: it is for debug builds of its tests");
@@ -29,11 +30,16 @@ pub(crate) const fn on(_switch: &str) -> bool {
 /// A statement's text, without the safeguards that are switched off.
 #[cfg(feature = "sabotage")]
 pub(crate) fn sql(mut text: String) -> String {
-    const CUTS: [(&str, &str, &str); 8] = [
+    const CUTS: [(&str, &str, &str); 9] = [
         ("row-lock", " FOR UPDATE OF l", ""),
         ("row-lock", " FOR UPDATE SKIP LOCKED", ""),
         ("row-lock", " FOR UPDATE", ""),
         ("advisory-lock", "pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext($1)::pg_catalog.int8)", "$1"),
+        (
+            "advisory-lock",
+            "pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext($1)::pg_catalog.int8)",
+            "true",
+        ),
         (
             "upsert-condition",
             "ON CONFLICT (key) DO NOTHING",

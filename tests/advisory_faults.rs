@@ -479,3 +479,34 @@ fn a_grant_whose_answer_comes_when_its_time_is_over_makes_no_guard() {
     wait_until(LIMIT, "it is let go", || observer.query_one(sql, &[]).unwrap().get::<_, i64>(0) == 0);
     drop(taken(&client, key));
 }
+
+#[test]
+fn a_session_whose_settings_were_discarded_gets_its_timer_again() {
+    let server = Server::start(&Config::new());
+    let mut observer = server.client();
+    if !has_session_timer(&mut observer) {
+        return;
+    }
+    let wire = Wire::to(server.port());
+    let client = builder().max_connections(1).operation_timeout(LIMIT).connect(&wire.url()).unwrap();
+    let options = holding(Duration::from_millis(1500));
+    let key = key();
+    let first = client.try_advisory_lock_with(&key, &options).unwrap().unwrap();
+    let pid = first.pid();
+    drop(first);
+    wire.speak("DISCARD ALL");
+    let sql =
+        "SELECT count(*) FROM pg_stat_activity WHERE pid = $1 AND query = 'DISCARD ALL' AND state = 'idle'";
+    wait_until(LIMIT, "everything is discarded", || {
+        observer.query_one(sql, &[&pid]).unwrap().get::<_, i64>(0) == 1
+    });
+    let second = client.try_advisory_lock_with(&key, &options).unwrap().unwrap();
+    assert_eq!(second.pid(), pid, "the one connection");
+    // As if the process were stopped: nothing of ours reaches the server any more.
+    wire.go_silent();
+    wait_until(LIMIT / 2, "the server ends the session by itself", || {
+        server.log().contains("idle-session timeout")
+    });
+    support::wait_until_backend_gone(&mut observer, pid);
+    assert!(second.lost().is_cancelled());
+}

@@ -204,6 +204,20 @@ fn no_key_no_lock_id_and_no_password_is_shown_or_logged() {
         )
         .unwrap();
     shown.failed(ErrorCode::Internal, client.acquire("MARKER-told", TTL));
+    // Under the name of an error whose text is otherwise shown, and with a context that repeats values.
+    for (raise, code) in [
+        ("RAISE '%', NEW.key USING ERRCODE = '57014', HINT = NEW.lock_id", ErrorCode::NetworkTimeout),
+        ("RAISE '%', NEW.key USING ERRCODE = '42501'", ErrorCode::AuthFailed),
+        ("EXECUTE format('SELECT nothing.at_all(%L)', NEW.key)", ErrorCode::InvalidArgument),
+    ] {
+        observer
+            .batch_execute(&format!(
+                "CREATE OR REPLACE FUNCTION tell() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN \
+                   IF NEW.key LIKE '%told%' THEN {raise}; END IF; RETURN NEW; END $$"
+            ))
+            .unwrap();
+        shown.failed(code, client.acquire("MARKER-told", TTL));
+    }
     for (key, fence) in [("MARKER-full", FENCE_MAX), ("MARKER-warned", FENCE_WARN)] {
         set_counter(&mut observer, key, i64::try_from(fence).unwrap());
     }

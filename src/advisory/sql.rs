@@ -120,12 +120,18 @@ pub(super) fn try_lock(
     timer: Option<Duration>,
 ) -> Result<Grant, Trouble> {
     let limit_ms = timer_ms(timer);
-    let running = session.timer();
-    let runs = running.as_ref().is_some_and(|running| running.limit_ms == limit_ms);
     let text_of = limit_ms.to_string();
-    let (kind, last) =
-        if runs { (&statements.timed_tries, None) } else { (&statements.tries, Some(&*text_of)) };
-    let answers = call(session, statements, Statements::of(kind, key, shared), key, last)?;
+    let (running, answers) = loop {
+        let running = session.timer();
+        let runs = running.as_ref().is_some_and(|running| running.limit_ms == limit_ms);
+        let (kind, last) =
+            if runs { (&statements.timed_tries, None) } else { (&statements.tries, Some(&*text_of)) };
+        match call(session, statements, Statements::of(kind, key, shared), key, last) {
+            // What discards statements (`DISCARD ALL`) takes the timer away, too.
+            Err(Trouble::Unprepared) => session.set_timer(None),
+            answers => break (running, answers?),
+        }
+    };
     let row = required(answers.row(0)?)?;
     let (pid, granted) = (pid(int(row, 0)?)?, flag(row, 1)?);
     // What the setting was before the first lock of this session.
@@ -139,7 +145,8 @@ pub(super) fn try_lock(
     Ok(Grant { pid, granted, before })
 }
 
-/// Calls a prepared statement; prepares once more if somebody has discarded it, and then writes it out.
+/// Calls a prepared statement, which is prepared first where that is needed. If somebody has discarded
+/// it: again; the session then prepares once more, and writes it out after that.
 fn call(
     session: &mut Session<'_>,
     statements: &Statements,
@@ -152,13 +159,8 @@ fn call(
     args.push(Arg::Int(one));
     args.extend(two.map(Arg::Int));
     args.extend(last.map(Arg::Text));
-    loop {
-        session.prepare(&statements.all())?;
-        match session.ask_one(statement, &args) {
-            Err(Trouble::Unprepared) => {}
-            answers => return answers,
-        }
-    }
+    session.prepare(&statements.all())?;
+    session.ask_one(statement, &args)
 }
 
 /// Asks a held lock's session whether it is there, and sets its timer anew. The server process.
@@ -207,7 +209,12 @@ pub(super) fn unlock(
     } else {
         (&statements.unlocks, Some(before.unwrap_or_default()))
     };
-    let answers = call(session, statements, Statements::of(kind, key, shared), key, back)?;
+    let answers = loop {
+        match call(session, statements, Statements::of(kind, key, shared), key, back) {
+            Err(Trouble::Unprepared) => {}
+            answers => break answers?,
+        }
+    };
     if back.is_some() {
         session.set_timer(None);
     }

@@ -23,7 +23,8 @@ impl LockGuard {
     ///
     /// # Errors
     ///
-    /// `Aborted` when the lease is over; `InvalidArgument` in a READ ONLY transaction;
+    /// `Aborted` when the lease is over; `InvalidArgument` in a READ ONLY transaction, or in a child
+    /// that was forked after the grant;
     /// `ServiceUnavailable` (40001) where a REPEATABLE READ or SERIALIZABLE transaction began before
     /// the newest grant. After any of them the transaction can only be rolled back.
     ///
@@ -36,6 +37,7 @@ impl LockGuard {
     ///
     /// None.
     pub fn fence_transaction(&self, transaction: &mut postgres::Transaction<'_>) -> Result<()> {
+        self.check_process()?;
         assert_fence(&**self.backend(), transaction, self.key(), self.fence())
     }
 }

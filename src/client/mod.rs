@@ -302,6 +302,7 @@ impl PgLockClient {
     ///
     /// None.
     pub fn close(&self, deadline: Duration) -> Result<CloseReport> {
+        self.locks.check_process()?;
         let start = std::time::Instant::now();
         let settled = self.sessions.close(deadline);
         let mut report = self.locks.close(deadline.saturating_sub(start.elapsed()))?;

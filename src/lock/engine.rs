@@ -3,6 +3,10 @@
 //! Who keeps what alive: clients and guards share a [`Handle`]; the last handle ends the engine. The
 //! worker holds the engine, the timer only the crew, so the backend is dropped by the worker or by
 //! whoever holds the last handle; never inside an async runtime, where drivers panic.
+//!
+//! After a fork the child has no threads, and its copies of the mutexes may be locked for ever by
+//! threads that it has not got: there nothing is locked, nothing is asked and nothing is dropped. Its
+//! guards do not hold, every call is refused.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -35,6 +39,8 @@ pub(super) struct Engine {
     /// Calls that may come back with a lease.
     calls: Mutex<Calls>,
     calls_done: Condvar,
+    /// The process that made it.
+    process: u32,
 }
 
 #[derive(Default)]
@@ -98,7 +104,17 @@ impl Engine {
             reserving: Condvar::new(),
             calls: Mutex::default(),
             calls_done: Condvar::new(),
+            process: std::process::id(),
         })
+    }
+
+    /// Whether this process is a fork of the one that made the client.
+    pub(super) fn is_foreign(&self) -> bool {
+        self.process != std::process::id()
+    }
+
+    pub(super) fn check_process(&self) -> Result<()> {
+        LockError::check_process(self.process)
     }
 
     pub(super) fn check_open(&self) -> Result<()> {
@@ -115,6 +131,7 @@ impl Engine {
 
     /// Notes a call that may come back with a lease; closing waits for it.
     pub(super) fn enter(&self) -> Result<Entered<'_>> {
+        self.check_process()?;
         let entered = self.enter_anyway();
         self.check_open().map(|()| entered)
     }
@@ -302,6 +319,11 @@ impl Handle {
 impl Drop for Handle {
     fn drop(&mut self) {
         let Some(engine) = self.0.take() else { return };
+        if engine.is_foreign() {
+            // With all that it has: the sockets are the parent's.
+            std::mem::forget(engine);
+            return;
+        }
         let crew = Arc::clone(&engine.crew);
         let now = engine.clock.now();
         let threads = Arc::clone(&engine.threads);

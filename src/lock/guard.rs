@@ -72,9 +72,13 @@ impl LockGuard {
 
     /// Whether the lease can still be trusted, by this process's clock and without any I/O.
     ///
-    /// Once `false` it stays `false`. `true` says that the lease was held when this was called.
+    /// Once `false` it stays `false`. `true` says that the lease was held when this was called. After
+    /// a fork the parent's guard goes on, and the child's copy is not held.
     #[must_use]
     pub fn is_held(&self) -> bool {
+        if self.engine().is_foreign() {
+            return false;
+        }
         self.tick();
         guard(&self.held.lease).is_held(self.engine().clock.now())
     }
@@ -82,6 +86,9 @@ impl LockGuard {
     /// How long the lease can be trusted without a further renewal; zero once it is lost.
     #[must_use]
     pub fn remaining(&self) -> Duration {
+        if self.engine().is_foreign() {
+            return Duration::ZERO;
+        }
         let now = self.engine().clock.now();
         let lease = guard(&self.held.lease);
         if lease.is_held(now) { lease.end().since(now) } else { Duration::ZERO }
@@ -101,6 +108,9 @@ impl LockGuard {
     /// Why the lease is lost; `None` while it is not.
     #[must_use]
     pub fn lost_reason(&self) -> Option<LostReason> {
+        if self.engine().is_foreign() {
+            return None; // The parent may have it still.
+        }
         self.tick();
         guard(&self.held.lease).lost()
     }
@@ -125,6 +135,7 @@ impl LockGuard {
     /// None: a holder whose token has fired may still need the time to finish.
     pub fn extend(&self, ttl: Duration) -> Result<ExtendResult> {
         let ttl = Ttl::new(ttl)?.get();
+        self.engine().check_process()?;
         self.tick();
         let engine = self.engine();
         let sent = engine.clock.now();
@@ -175,6 +186,7 @@ impl LockGuard {
     /// None: a cancelled holder must still let go.
     pub fn release(self) -> Result<ReleaseResult> {
         let engine = self.engine();
+        engine.check_process()?;
         let _entered = engine.enter_anyway();
         let limit = engine.backend.operation_timeout();
         let Some(mut deferred) = self.finish(ReleaseSource::Worker) else {
@@ -201,9 +213,17 @@ impl LockGuard {
     #[must_use = "the lease can only be released with the id in here"]
     pub fn leak(self) -> Acquired {
         let grant = self.held.grant();
+        if self.engine().is_foreign() {
+            return grant; // The parent's guard goes on with it.
+        }
         // Nothing is released: whoever ends the lease first acts, and we choose not to.
         let _ = self.finish(self.source);
         grant
+    }
+
+    /// Refuses a guard that was made before a fork.
+    pub(crate) fn check_process(&self) -> Result<()> {
+        self.engine().check_process()
     }
 
     /// The backend, for what is done in the caller's own transaction.
@@ -244,6 +264,9 @@ impl LockGuard {
     /// What `Drop` does.
     fn dispose(&self) {
         let engine = self.engine();
+        if engine.is_foreign() {
+            return;
+        }
         let entered = engine.enter_anyway();
         let Some(mut deferred) = self.finish(self.source) else { return };
         if in_async_runtime() || std::thread::panicking() {

@@ -370,7 +370,13 @@ impl LockClient {
     ///
     /// None.
     pub fn close(&self, deadline: Duration) -> Result<CloseReport> {
+        self.check_process()?;
         Ok(close::close(self.engine(), deadline))
+    }
+
+    /// Refuses a client that was made before a fork.
+    pub(crate) fn check_process(&self) -> Result<()> {
+        self.engine().check_process()
     }
 
     /// The backend that this client works on.

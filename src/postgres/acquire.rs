@@ -182,13 +182,9 @@ impl<'a> Acquire<'a> {
 
     /// One message, one round trip, unless the key is neither plainly free nor plainly held.
     fn one_message(&self, session: &mut Session<'_>, at: &Located) -> Result<Round, Trouble> {
-        let statements = &at.statements;
-        let message = Message::new()
-            .raw(session.prelude())
-            .call(&statements.queue, &[Arg::Text(&self.storage_key)])
-            .call(&statements.acquire_absent, &self.grant_args());
-        let answers = match session.commit(&message) {
-            Err(trouble) if is_all_or_nothing(&trouble) => return Ok(Round::Locked),
+        let answers = match session.commit_one(&at.statements.acquire_absent, &self.grant_args()) {
+            // A row was written since the look, perhaps by an earlier copy of this very attempt.
+            Err(trouble) if is_all_or_nothing(&trouble) => return self.careful_message(session, at),
             other => other?,
         };
         if let Some(row) = answers.row(0)? {

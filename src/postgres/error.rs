@@ -150,11 +150,25 @@ fn server_error(sqlstate: &str, error: postgres::Error) -> LockError {
     if matches!(sqlstate, "40001" | "40P01" | "55P03") {
         mapped = mapped.with_contention();
     }
-    if quotes_values(sqlstate) {
-        mapped.with_source(ServerError { sqlstate: sqlstate.to_owned() })
-    } else {
-        mapped.with_source(error)
+    match error.as_db_error() {
+        Some(db) if tells_values(db) || quotes_values(sqlstate) => {
+            let text = (!was_raised(db) && !quotes_values(sqlstate)).then(|| db.message().to_owned());
+            mapped.with_source(ServerError { sqlstate: sqlstate.to_owned(), text })
+        }
+        _ => mapped.with_source(error),
     }
+}
+
+/// Whether somebody's own function said it (a trigger on the tables, for example), with a text and a
+/// SQLSTATE of its choice.
+fn was_raised(db: &postgres::error::DbError) -> bool {
+    db.routine() == Some("exec_stmt_raise")
+}
+
+/// Whether more comes with the message than the server's own words for this SQLSTATE: a context
+/// repeats statements of functions, with the values in them.
+fn tells_values(db: &postgres::error::DbError) -> bool {
+    was_raised(db) || db.where_().is_some()
 }
 
 /// Whether the server's text for this error may repeat a key or a lock id.
@@ -243,19 +257,24 @@ pub(crate) fn in_runtime() -> bool {
     tokio::runtime::Handle::try_current().is_ok()
 }
 
-/// Stands in for a server's error whose text may repeat a key or a lock id.
+/// Stands in for a server's error that may repeat a key or a lock id.
 #[derive(Debug)]
 struct ServerError {
     sqlstate: String,
+    /// The message alone, where it holds no value of anybody.
+    text: Option<String>,
 }
 
 impl fmt::Display for ServerError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "the server answered SQLSTATE {} (its text may contain keys and is withheld)",
-            self.sqlstate
-        )
+        match &self.text {
+            Some(text) => write!(f, "{text} (SQLSTATE {})", self.sqlstate),
+            None => write!(
+                f,
+                "the server answered SQLSTATE {} (its text may contain keys and is withheld)",
+                self.sqlstate
+            ),
+        }
     }
 }
 

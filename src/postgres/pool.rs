@@ -74,11 +74,7 @@ impl Pool {
     ///
     /// Waits at most until `end` and at most `connection_timeout`. `RateLimited` when all are lent.
     pub(crate) fn get(self: &Arc<Self>, end: Instant, cancel: &CancelToken) -> Result<Lent> {
-        if self.process != std::process::id() {
-            return Err(LockError::invalid(
-                "this client was made before a fork: its connections belong to the parent, make a new one in the child",
-            ));
-        }
+        LockError::check_process(self.process)?;
         let end = Instant::now().checked_add(self.connection_timeout).map_or(end, |own| own.min(end));
         let waker = {
             let pool = Arc::downgrade(self);

@@ -24,6 +24,7 @@ const LISTEN: Duration = Duration::from_millis(1);
 pub(crate) struct Source {
     operations: Operations,
     renewals: Renewals,
+    process: u32,
 }
 
 enum Operations {
@@ -44,6 +45,7 @@ impl Source {
         Self {
             renewals: Renewals::Own(Pool::new(connector.clone(), 1, connection_timeout)),
             operations: Operations::Own(Pool::new(connector, max, connection_timeout)),
+            process: std::process::id(),
         }
     }
 
@@ -63,6 +65,7 @@ impl Source {
                 None => Renewals::Kept(Mutex::new(None)),
             },
             operations: Operations::Foreign { pool: CallersPool(Some(Box::new(pool))), canceller },
+            process: std::process::id(),
         }
     }
 
@@ -72,6 +75,7 @@ impl Source {
             Operations::Own(pool) => pool.get(end, cancel).map(Connection::Own),
             Operations::Foreign { pool, canceller } => loop {
                 cancel.check()?;
+                LockError::check_process(self.process)?;
                 check_runtime()?;
                 let time = rest(end);
                 let wait = if cancel.is_never() { time } else { time.min(SLICE) };

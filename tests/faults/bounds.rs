@@ -12,7 +12,7 @@ const LIMIT: Duration = Duration::from_millis(500);
 const TTL: Duration = Duration::from_secs(30);
 const ID: &str = "AAAAAAAAAAAAAAAAAAAAAA";
 
-fn builder() -> PgLockClientBuilder {
+pub fn builder() -> PgLockClientBuilder {
     PgLockClient::builder().operation_timeout(LIMIT).connection_timeout(LIMIT).dispose_timeout(LIMIT)
 }
 
@@ -30,7 +30,7 @@ fn chain(error: &LockError) -> String {
 
 /// Makes one call of every kind; each must be over in time, and each error must say one of these words.
 #[track_caller]
-fn all_in_time(what: &str, client: &PgLockClient, words: &[&str], writes_only: bool) {
+pub fn all_in_time(what: &str, client: &PgLockClient, words: &[&str], writes_only: bool) {
     let options = LockOptions::new().timeout(LIMIT);
     let mut longest = Duration::ZERO;
     let mut call = |name: &str, bound: Duration, call: &dyn Fn() -> Option<LockError>| {
@@ -68,7 +68,7 @@ fn all_in_time(what: &str, client: &PgLockClient, words: &[&str], writes_only: b
 
 /// Drops and closes are calls, too.
 #[track_caller]
-fn ends_in_time(what: &str, client: PgLockClient) {
+pub fn ends_in_time(what: &str, client: PgLockClient) {
     let start = Instant::now();
     let _ = client.close(LIMIT);
     drop(client);

@@ -15,7 +15,8 @@ fn is_caught(sabotage: &[&str], fenced: bool, faults: &[Fault], rule: &str) {
     let operation = if faults.contains(&Fault::LateReplies) { 4000 } else { 700 };
     let mut others = Vec::new();
     for n in 1..=TRIES {
-        let setup = Setup { seconds: SECONDS, faults, sabotage, fenced, seed: crate::seed() + n, operation };
+        let setup =
+            Setup { seconds: SECONDS, faults, sabotage, fenced, seed: crate::seed() + n, operation, pool: 3 };
         let violations = run(&setup).violations;
         let count = violations.iter().filter(|found| found.rule == rule).count();
         if let Some(found) = violations.iter().find(|found| found.rule == rule) {
@@ -83,6 +84,7 @@ fn without_the_advisory_lock_nothing_is_wrong() {
         fenced: true,
         seed: crate::seed(),
         operation: 700,
+        pool: 3,
     });
     assert!(report.violations.is_empty(), "{:#?}", report.violations);
     assert!(report.leaks.is_empty(), "{:#?}", report.leaks);

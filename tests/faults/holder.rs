@@ -22,7 +22,7 @@ fn run(parent: &Parent) {
     let number = |name: &str| parent.arg(name).parse::<u64>().expect("a number");
     let operation = Duration::from_millis(number("operation"));
     let client = PgLockClient::builder()
-        .max_connections(3)
+        .max_connections(u32::try_from(number("pool")).unwrap_or(1))
         .operation_timeout(operation)
         .connection_timeout(operation)
         .dispose_timeout(operation)
@@ -171,7 +171,8 @@ impl Holder<'_> {
     fn guarded(&mut self, key: &str, ttl: Duration) {
         let heartbeat =
             if self.random.below(4) == 0 || !self.fenced { Heartbeat::Off } else { Heartbeat::Auto };
-        let wait = self.operation * 4 / 7;
+        // With all of its time a call has nothing to state beside its statement.
+        let wait = if self.random.below(2) == 0 { self.operation } else { self.operation * 4 / 7 };
         let options = LockOptions::new().ttl(ttl).timeout(wait).heartbeat(heartbeat);
         let result = self.op(
             ("acquire", key, 0, ttl),

@@ -14,15 +14,22 @@ mod support;
 
 mod bounds;
 mod checker;
+mod clock;
 #[cfg(feature = "sabotage")]
 mod controls;
+mod disk;
+mod fork;
 mod history;
 mod holder;
+mod late;
+mod page;
 mod pooler;
 mod renewal;
 mod sessions;
 mod storm;
+mod tls;
 mod truth;
+mod waits;
 mod weather;
 mod zombies;
 

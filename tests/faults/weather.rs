@@ -29,11 +29,17 @@ pub enum Fault {
     RoleSettings,
     NoStandby,
     Suspend,
+    DiscardAll,
+    TablesAnew,
+    CancelCommit,
+    SlowCommits,
+    DiskFull,
+    SetClock,
     /// For a control: answers to acquires that take longer than any ttl and the tolerance.
     LateReplies,
 }
 
-pub const ALL: [Fault; 16] = [
+pub const ALL: [Fault; 22] = [
     Fault::Messages,
     Fault::KillHolder,
     Fault::StopHolder,
@@ -50,6 +56,12 @@ pub const ALL: [Fault; 16] = [
     Fault::MaxConnections,
     Fault::RoleSettings,
     Fault::Suspend,
+    Fault::DiscardAll,
+    Fault::TablesAnew,
+    Fault::CancelCommit,
+    Fault::SlowCommits,
+    Fault::DiskFull,
+    Fault::SetClock,
 ];
 
 impl Fault {
@@ -71,7 +83,13 @@ impl Fault {
             Self::RoleSettings => "hostile settings of the role",
             Self::NoStandby => "absent synchronous standby",
             Self::LateReplies => "answers later than ttl and tolerance",
-            Self::Suspend => "holders and server stopped together",
+            Self::Suspend => "host suspended (SIGSTOP of holders and server)",
+            Self::DiscardAll => "DISCARD ALL on our sessions",
+            Self::TablesAnew => "tables dropped and made anew, or rewritten",
+            Self::CancelCommit => "COMMITs that wait for a standby cancelled",
+            Self::SlowCommits => "slow commits",
+            Self::DiskFull => "disk full",
+            Self::SetClock => "server's clock set back and forth, within the tolerance",
         }
     }
 }
@@ -150,6 +168,21 @@ impl<'a> Weather<'a> {
                 self.server.configure("synchronous_standby_names", "");
             }
             Fault::Suspend => self.suspend(crew, ms(500 + 2 * lasting)),
+            Fault::DiscardAll => {
+                let mut random = Random(self.random.below(u64::MAX) | 1);
+                self.proxy.on_query(
+                    move |_| {
+                        if random.below(2) == 0 { Action::DiscardAll } else { Action::Pass }
+                    },
+                );
+                thread::sleep(ms(1000 + lasting));
+                self.proxy.pass_all();
+            }
+            Fault::TablesAnew => self.tables_anew(),
+            Fault::CancelCommit => self.cancel_commits(ms(300 + lasting)),
+            Fault::SlowCommits => self.slow_commits(ms(500 + lasting)),
+            Fault::DiskFull => self.disk_full(ms(300 + lasting)),
+            Fault::SetClock => self.set_clock(),
         }
         self.windows.push(crate::storm::window(fault, from));
         thread::sleep(ms(150));
@@ -249,8 +282,87 @@ impl<'a> Weather<'a> {
         }
     }
 
+    /// The tables that cached statements know are gone, and what was in them is in others of the same
+    /// name; or it is in the same tables, rewritten.
+    fn tables_anew(&mut self) {
+        let mut sql = self.server.client();
+        let _ = sql.batch_execute("SET lock_timeout = '2s'");
+        for table in ["syncguard_locks", "syncguard_fence_counters"] {
+            for _ in 0..3 {
+                let _ = if self.random.below(2) == 0 {
+                    sql.batch_execute(&format!("VACUUM FULL {table}"))
+                } else {
+                    let anew = format!(
+                        "BEGIN; LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE; CREATE TABLE anew (LIKE {table} INCLUDING ALL); \
+                         INSERT INTO anew SELECT * FROM {table}; DROP TABLE {table}; ALTER TABLE anew RENAME TO {table}; COMMIT"
+                    );
+                    sql.batch_execute(&anew)
+                };
+                let _ = sql.batch_execute("ROLLBACK");
+                thread::sleep(ms(100));
+            }
+        }
+    }
+
+    /// Each answers "success" with a warning, although no standby has it.
+    fn cancel_commits(&mut self, lasting: Duration) {
+        let mut sql = self.server.client();
+        self.server.configure("synchronous_standby_names", "nobody");
+        let end = std::time::Instant::now() + lasting;
+        while std::time::Instant::now() < end {
+            let waiting = "SELECT pg_cancel_backend(pid) FROM pg_stat_activity WHERE wait_event = 'SyncRep'";
+            let _ = sql.batch_execute(waiting);
+            thread::sleep(ms(15));
+        }
+        self.server.configure("synchronous_standby_names", "");
+    }
+
+    /// Up to a tenth of a second each: shorter than any limit, longer than anybody expects.
+    fn slow_commits(&self, lasting: Duration) {
+        let settings =
+            [("fsync", "on", "off"), ("commit_siblings", "0", "5"), ("commit_delay", "100000", "0")];
+        settings.iter().for_each(|(name, slow, _)| self.server.configure(name, slow));
+        thread::sleep(lasting);
+        settings.iter().for_each(|(name, _, usual)| self.server.configure(name, usual));
+    }
+
+    /// The server ends when it cannot write its log: that, too.
+    fn disk_full(&self, lasting: Duration) {
+        if !crate::support::room::inside() {
+            return;
+        }
+        let full = crate::support::room::Full::fill();
+        let end = std::time::Instant::now() + lasting;
+        // There are log files ahead, which need no more place.
+        let mut sql = Client::connect(self.server.url(), NoTls).ok();
+        while std::time::Instant::now() < end {
+            let switched = sql.as_mut().map(|sql| {
+                sql.batch_execute("SELECT pg_logical_emit_message(false, '', ''), pg_switch_wal()")
+            });
+            if switched.is_some_and(|done| done.is_err()) {
+                sql = None;
+            }
+            thread::sleep(ms(50));
+        }
+        drop(full);
+        self.server.revive();
+    }
+
+    /// Steps of less than the tolerance hurt nobody. Times that other rules compare are far away.
+    fn set_clock(&mut self) {
+        thread::sleep(ms(500));
+        for _ in 0..6 {
+            let ahead = self.random.below(900);
+            self.server.set_clock(i64::try_from(ahead).unwrap_or(0) - 450);
+            thread::sleep(ms(100 + self.random.below(400)));
+        }
+        self.server.set_clock(0);
+        thread::sleep(ms(500));
+    }
+
     fn role_settings(&mut self, lasting: Duration) {
-        const HOSTILE: [(&str, &str); 6] = [
+        const HOSTILE: [(&str, &str); 7] = [
+            ("default_transaction_read_only", "on"),
             ("default_transaction_isolation", "serializable"),
             ("statement_timeout", "40ms"),
             ("lock_timeout", "5ms"),

@@ -12,6 +12,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::account::Account;
 use super::binaries::{Binaries, binaries};
+use super::clock::Clock;
 use super::keeper::Keeper;
 use super::wait::{LIMIT, poll};
 
@@ -24,6 +25,8 @@ pub struct Config {
     pub fsync: bool,
     /// Another installation than the one that this run uses.
     pub binaries: Option<Binaries>,
+    /// Whether the server's clock can be set, see [`Server::set_clock`](super::Server::set_clock).
+    pub clock: bool,
 }
 
 impl Config {
@@ -34,6 +37,13 @@ impl Config {
     #[must_use]
     pub fn set(mut self, name: &str, value: &str) -> Self {
         self.settings.push((name.into(), value.into()));
+        self
+    }
+
+    /// The server gets a clock that a test can set.
+    #[must_use]
+    pub fn clock(mut self) -> Self {
+        self.clock = true;
         self
     }
 
@@ -62,6 +72,7 @@ pub struct Cluster {
     binaries: Binaries,
     account: Account,
     port: u16,
+    clock: Option<Clock>,
     process: Mutex<Option<Child>>,
     // After the process: dropping this one stops whatever is left and removes the directory.
     keeper: Keeper,
@@ -75,7 +86,8 @@ impl Cluster {
             return Err(format!("{account:?} cannot reach the programs in {}", binaries.dir.display()));
         }
         let keeper = Keeper::new(&account)?;
-        let mut cluster = Self { binaries, account, port: 0, process: Mutex::new(None), keeper };
+        let clock = config.clock.then(|| Clock::new(keeper.dir())).transpose()?;
+        let mut cluster = Self { binaries, account, port: 0, clock, process: Mutex::new(None), keeper };
         cluster.create_data()?;
         cluster.append_settings(&config.file());
 
@@ -168,6 +180,26 @@ impl Cluster {
         *slot = None;
     }
 
+    /// Starts the server again if it has ended by itself.
+    pub fn revive(&self) -> Result<(), String> {
+        let ended = {
+            let mut slot = self.process();
+            let ended =
+                slot.as_mut().is_none_or(|child| child.try_wait().is_ok_and(|status| status.is_some()));
+            if ended {
+                *slot = None;
+            }
+            ended
+        };
+        if ended { self.launch() } else { Ok(()) }
+    }
+
+    /// # Panics
+    /// When the server was not started with [`Config::clock`].
+    pub fn clock(&self) -> &Clock {
+        self.clock.as_ref().expect("a server that was started with Config::clock")
+    }
+
     /// Adds lines to postgresql.conf; they count from the next reload or start.
     pub fn append_settings(&self, lines: &str) {
         let path = self.data_dir().join("postgresql.conf");
@@ -182,9 +214,12 @@ impl Cluster {
     fn spawn(&self) -> Child {
         let log = OpenOptions::new().create(true).append(true).open(self.dir().join("log"));
         let log = log.expect("the log can be written");
+        let mut command = self.account.command("/bin/sh");
+        if let Some(clock) = &self.clock {
+            clock.preload(&mut command);
+        }
         // The shell notes its process id for the keeper, then becomes the server.
-        self.account
-            .command("/bin/sh")
+        command
             .args(["-c", "echo $$ >\"$0\" && exec \"$@\""])
             .arg(self.dir().join("pid"))
             .arg(self.binaries.dir.join("postgres"))

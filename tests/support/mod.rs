@@ -23,7 +23,13 @@
 // Every test binary compiles this module and uses a part of it; and a helper that meets something
 // unexpected has one way to say so, which is to panic.
 #![allow(dead_code, unused_imports, unreachable_pub)]
-#![allow(clippy::expect_used, clippy::panic, clippy::print_stderr, clippy::must_use_candidate)]
+#![allow(
+    clippy::expect_used,
+    clippy::panic,
+    clippy::print_stderr,
+    clippy::print_stdout,
+    clippy::must_use_candidate
+)]
 #![allow(
     clippy::needless_pass_by_value,
     clippy::struct_excessive_bools,
@@ -35,6 +41,7 @@
 pub mod account;
 pub mod binaries;
 pub mod bouncer;
+pub mod clock;
 pub mod cluster;
 pub mod keeper;
 pub mod leases;
@@ -42,12 +49,14 @@ pub mod logs;
 pub mod place;
 pub mod proxy;
 pub mod role;
+pub mod room;
 pub mod schema;
 pub mod script;
 pub mod server;
 pub mod session_locks;
 pub mod standby;
 pub mod stored;
+pub mod tls;
 pub mod wait;
 pub mod wire;
 pub mod worker;

@@ -1,18 +1,26 @@
 //! A TCP proxy in front of a server that knows where the protocol's messages begin and end.
 //!
-//! For every simple query (`Q`) that a client sends, a rule says what becomes of it and of its answer:
+//! For every query that a client sends, a rule says what becomes of it and of its answer:
 //! cut before, cut within, cut after any number of bytes of the answer, delayed, swallowed, or held
 //! back and delivered after the client has gone (a *zombie*). Beside that the whole network can be
 //! mute (bytes wait, and arrive when it is open again) or refuse connections.
+//!
+//! A query is a simple one (`Q`), or all messages of the extended protocol up to its `Sync`. A rule
+//! sees the latter as `EXECUTE name`, too, if its text was once prepared under that name, with
+//! [`BOUND`] behind it.
 //!
 //! The protocol's framing: <https://www.postgresql.org/docs/current/protocol-overview.html>.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io::{self, Read as _, Write as _};
 use std::net::{Shutdown, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
+
+/// Follows the name of a statement that the driver has bound, where rules see it.
+pub const BOUND: &str = " by Bind";
 
 /// What becomes of one query.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,6 +36,9 @@ pub enum Action {
     SwallowAnswer,
     DelayQuery(Duration),
     DelayAnswer(Duration),
+    /// What a pooler does between two clients: everything of the session is forgotten before the query.
+    /// Within a transaction: as `Pass`.
+    DiscardAll,
     /// The client is cut, and the query arrives after this time; `None`: when the gate opens.
     Zombie(Option<Duration>),
 }
@@ -42,6 +53,7 @@ impl Action {
             Self::SwallowAnswer => "answer swallowed",
             Self::DelayQuery(_) => "query delayed",
             Self::DelayAnswer(_) => "answer delayed",
+            Self::DiscardAll => "DISCARD ALL before the query",
             Self::Zombie(_) => "query arrives after its client has gone",
         }
     }
@@ -81,6 +93,7 @@ struct State {
     counts: BTreeMap<&'static str, u64>,
     last_answer: usize,
     zombies_over: u64,
+    bound: u64,
 }
 
 /// What is to be done with the answer that is under way.
@@ -90,6 +103,8 @@ enum Answer {
     CutAt(usize, Vec<u8>),
     Swallow,
     Delay(Duration),
+    /// That to `DISCARD ALL` is nobody's business.
+    PassSecond,
     /// Of a zombie: nobody listens.
     Unheard,
 }
@@ -109,6 +124,7 @@ impl Proxy {
             counts: BTreeMap::new(),
             last_answer: 0,
             zombies_over: 0,
+            bound: 0,
         };
         let inner = Arc::new(Inner { server, state: Mutex::new(state), changed: Condvar::new() });
         let there = Arc::clone(&inner);
@@ -177,6 +193,11 @@ impl Proxy {
         self.inner.state().counts.clone()
     }
 
+    /// How many calls came by Bind.
+    pub fn bound(&self) -> u64 {
+        self.inner.state().bound
+    }
+
     pub fn count(&self) -> u64 {
         self.inner.state().counts.values().sum()
     }
@@ -219,6 +240,7 @@ impl Inner {
 
     fn decide(&self, sql: &str) -> Action {
         let mut state = self.state();
+        state.bound += u64::from(sql.ends_with(BOUND));
         let action = state.rule.as_mut().map_or(Action::Pass, |rule| rule(sql));
         if action != Action::Pass {
             *state.counts.entry(action.name()).or_default() += 1;
@@ -256,15 +278,16 @@ fn serve(inner: &Arc<Inner>, client: TcpStream, server: &TcpStream) -> io::Resul
         id
     };
     let answer = Arc::new(Mutex::new(Answer::Pass));
+    let idle = Arc::new(AtomicBool::new(false));
     let back = {
-        let (inner, answer) = (Arc::clone(inner), Arc::clone(&answer));
+        let (inner, answer, idle) = (Arc::clone(inner), Arc::clone(&answer), Arc::clone(&idle));
         let (client, server) = (client.try_clone()?, server.try_clone()?);
         thread::spawn(move || {
-            let _ = pump_answers(&inner, server, &client, &answer);
+            let _ = pump_answers(&inner, server, &client, (&answer, &idle));
             let _ = client.shutdown(Shutdown::Both);
         })
     };
-    let outcome = pump_queries(inner, client, server, &answer);
+    let outcome = pump_queries(inner, client, server, (&answer, &idle));
     let _ = server.shutdown(Shutdown::Write);
     let _ = back.join();
     inner.state().open.remove(&id);
@@ -276,7 +299,7 @@ fn pump_queries(
     inner: &Inner,
     mut client: TcpStream,
     mut server: &TcpStream,
-    answer: &Mutex<Answer>,
+    (answer, idle): (&Mutex<Answer>, &AtomicBool),
 ) -> io::Result<()> {
     let set = |what| *answer.lock().unwrap_or_else(PoisonError::into_inner) = what;
     let cut = |client: &TcpStream| {
@@ -284,18 +307,15 @@ fn pump_queries(
         let _ = server.shutdown(Shutdown::Both);
         Ok(())
     };
-    let mut first = true;
+    let mut queries = Queries::default();
     loop {
-        let frame = read_frame(&mut client, first)?;
-        first = false;
+        let (frame, sql) = queries.read(&mut client)?;
         inner.wait_for_network();
-        if frame.first() != Some(&b'Q') {
+        let Some(sql) = sql else {
             server.write_all(&frame)?;
             continue;
-        }
-        let sql = String::from_utf8_lossy(frame.get(5..).unwrap_or_default()).into_owned();
+        };
         match inner.decide(&sql) {
-            Action::Pass => set(Answer::Pass),
             Action::CutQueryAt(n) => {
                 server.write_all(frame.get(..n.min(frame.len() - 1)).unwrap_or_default())?;
                 return cut(&client);
@@ -311,6 +331,12 @@ fn pump_queries(
                 set(Answer::Pass);
                 thread::sleep(delay);
             }
+            Action::DiscardAll if idle.load(Ordering::SeqCst) => {
+                set(Answer::PassSecond);
+                server.write_all(&query("DISCARD ALL"))?;
+            }
+            // Within a transaction there is nothing to discard.
+            Action::Pass | Action::DiscardAll => set(Answer::Pass),
             Action::DelayAnswer(delay) => set(Answer::Delay(delay)),
             Action::Zombie(delay) => {
                 set(Answer::Unheard);
@@ -331,7 +357,7 @@ fn pump_answers(
     inner: &Inner,
     mut server: TcpStream,
     mut client: &TcpStream,
-    answer: &Mutex<Answer>,
+    (answer, idle): (&Mutex<Answer>, &AtomicBool),
 ) -> io::Result<()> {
     loop {
         let frame = read_frame(&mut server, false);
@@ -346,6 +372,9 @@ fn pump_answers(
             return frame.map(drop);
         }
         let frame = frame?;
+        if frame.first() == Some(&b'Z') {
+            idle.store(frame.get(5) == Some(&b'I'), Ordering::SeqCst);
+        }
         match &mut *answer {
             Answer::Pass => client.write_all(&frame)?,
             Answer::CutAt(n, so_far) => {
@@ -357,7 +386,8 @@ fn pump_answers(
                     return server.shutdown(Shutdown::Both);
                 }
             }
-            Answer::Swallow | Answer::Unheard => {}
+            Answer::PassSecond if frame.first() == Some(&b'Z') => *answer = Answer::Pass,
+            Answer::Swallow | Answer::Unheard | Answer::PassSecond => {}
             Answer::Delay(delay) => {
                 let delay = *delay;
                 *answer = Answer::Pass;
@@ -367,6 +397,74 @@ fn pump_answers(
             }
         }
     }
+}
+
+/// What one connection has prepared, to know what it calls.
+#[derive(Default)]
+struct Queries {
+    started: bool,
+    /// The texts of simple queries that prepare statements.
+    prepared: String,
+    /// By the driver's names of statements: ours, or the text.
+    parsed: HashMap<String, String>,
+}
+
+impl Queries {
+    /// The next message, or all of them up to a `Sync`, and what it says if it is a query.
+    fn read(&mut self, client: &mut TcpStream) -> io::Result<(Vec<u8>, Option<String>)> {
+        let mut all = read_frame(client, !self.started)?;
+        if !std::mem::replace(&mut self.started, true) {
+            return Ok((all, None));
+        }
+        if all.first() == Some(&b'Q') {
+            let sql = text_at(&all, 5);
+            if sql.contains("PREPARE ") {
+                self.prepared.push_str(&sql);
+            }
+            return Ok((all, Some(sql)));
+        }
+        let mut says = None;
+        let mut frame = all.clone();
+        loop {
+            let name = text_at(&frame, 5);
+            match frame.first() {
+                Some(b'P') => {
+                    let sql = text_at(&frame, 6 + name.len());
+                    says = Some(format!("Parse {sql}"));
+                    let called = self.name_of(&sql).unwrap_or(sql);
+                    self.parsed.insert(name, called);
+                }
+                Some(b'B') => {
+                    let statement = text_at(&frame, 6 + name.len());
+                    let called = self.parsed.get(&statement).map_or("", String::as_str);
+                    says = Some(format!("EXECUTE {called}{BOUND}"));
+                }
+                Some(b'D' | b'E' | b'C') => {}
+                _ => return Ok((all, says)),
+            }
+            frame = read_frame(client, false)?;
+            all.extend_from_slice(&frame);
+        }
+    }
+
+    /// The name under which this text was prepared by a simple query.
+    fn name_of(&self, sql: &str) -> Option<String> {
+        let (before, _) = self.prepared.split_once(&format!(" AS {sql}"))?;
+        let (_, name) = before.rsplit_once("PREPARE ")?;
+        Some(name.split('(').next().unwrap_or(name).to_owned())
+    }
+}
+
+/// The text that ends with a zero.
+fn text_at(frame: &[u8], at: usize) -> String {
+    let text = frame.get(at..).unwrap_or_default().split(|byte| *byte == 0).next().unwrap_or_default();
+    String::from_utf8_lossy(text).into_owned()
+}
+
+/// A simple query as a message.
+fn query(sql: &str) -> Vec<u8> {
+    let length = u32::try_from(sql.len() + 5).unwrap_or(u32::MAX);
+    [b"Q".as_slice(), &length.to_be_bytes(), sql.as_bytes(), b"\0"].concat()
 }
 
 /// One message: a type byte (not in a client's first) and a length that counts itself.

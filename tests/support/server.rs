@@ -126,6 +126,23 @@ impl Server {
         self.start_again();
     }
 
+    /// Starts the server again if it has ended by itself, and waits until it takes connections.
+    pub fn revive(&self) {
+        let mut outcome = Ok(());
+        let back = super::wait::poll(LIMIT, || {
+            outcome = self.cluster().revive();
+            outcome.is_err() || Client::connect(&self.url, NoTls).is_ok()
+        });
+        outcome.unwrap_or_else(|message| panic!("{message}"));
+        assert!(back, "the server does not come back:\n{}", self.log());
+    }
+
+    /// Sets the server's clock this far from the real one, until it is set again. Needs
+    /// [`Config::clock`].
+    pub fn set_clock(&self, ahead_ms: i64) {
+        self.cluster().clock().set(ahead_ms);
+    }
+
     /// Changes a setting that needs no restart, and waits until the server has read it.
     pub fn configure(&self, name: &str, value: &str) {
         let mut client = self.client();

@@ -11,7 +11,13 @@ use super::server::Server;
 pub fn standby_of(primary: &Server, name: &str) -> Standby {
     let account = Account::find().unwrap();
     let dir = primary.dir().join(name);
-    let mut copy = account.command(primary.bindir().join("pg_basebackup"));
+    let program = primary.bindir().join("pg_basebackup");
+    assert!(
+        program.is_file(),
+        "{} is missing: a standby needs a full installation of PostgreSQL",
+        program.display()
+    );
+    let mut copy = account.command(program);
     copy.args(["-R", "-X", "stream", "--checkpoint=fast", "--no-sync", "-D"]).arg(&dir);
     copy.args(["-d", &format!("{}?application_name={name}", primary.url())]).current_dir("/");
     let output = copy.output().expect("pg_basebackup starts");

@@ -112,6 +112,13 @@ impl Worker {
         Self::spawn(command)
     }
 
+    /// The same, in a small file system of this many megabytes.
+    pub fn start_in(room: &super::room::Room, megabytes: u32, test: &str, part: &str) -> Self {
+        let mut command = Self::command(test, part, &[]);
+        command.env_remove("SYNCGUARD_TEST_URL").env_remove("SYNCGUARD_TEST_SOCKET_URL");
+        Self::spawn(room.command(megabytes, &command))
+    }
+
     /// The next line, if one comes in time; the error says whether the worker's output has ended.
     pub fn try_hear(&mut self, limit: std::time::Duration) -> Result<String, mpsc::RecvTimeoutError> {
         self.said.recv_timeout(limit)
@@ -176,6 +183,25 @@ impl Worker {
         command.args([test, "--exact", "--nocapture", "--test-threads=1"]).env(PART, part);
         command.envs(args.iter().map(|(name, value)| (variable(name), value)));
         command
+    }
+
+    /// All that it says from now on, until it has ended; each line is printed as it comes.
+    ///
+    /// # Panics
+    /// When it says nothing for that long.
+    #[track_caller]
+    pub fn report(&mut self, silence: std::time::Duration) -> (Vec<String>, ExitStatus) {
+        let mut lines = Vec::new();
+        loop {
+            match self.said.recv_timeout(silence) {
+                Ok(line) => {
+                    println!("{line}");
+                    lines.push(line);
+                }
+                Err(mpsc::RecvTimeoutError::Disconnected) => return (lines, self.join()),
+                Err(mpsc::RecvTimeoutError::Timeout) => panic!("the worker says nothing for {silence:?}"),
+            }
+        }
     }
 
     fn spawn(mut command: Command) -> Self {
