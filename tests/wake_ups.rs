@@ -126,7 +126,7 @@ impl Spy {
             if call.payload() == end {
                 return calls;
             }
-            calls += usize::from(call.payload() == number.to_string());
+            calls += usize::from(call.payload() == format!("{number:x}"));
         }
     }
 }

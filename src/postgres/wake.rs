@@ -78,12 +78,14 @@ const PROOF: Duration = Duration::from_secs(2);
 /// How long closing waits for the thread, which has nothing to wait for then.
 const CLOSING: Duration = Duration::from_secs(1);
 
-/// The SQL that calls the waiters of the key in this column, if there are any.
+/// The SQL that calls the waiters of the key in this column, if there are any. It is part of every
+/// release, where each function costs a look-up although it is hardly ever called: so the number is
+/// sent in hexadecimal, by one function instead of two.
 pub(crate) fn call_waiters(key: &str) -> String {
     let number = format!("pg_catalog.hashtext({key})");
     format!(
         "CASE WHEN NOT pg_catalog.pg_try_advisory_xact_lock({CLASS}, {number}) \
-         THEN pg_catalog.pg_notify('{CHANNEL}', {number}::pg_catalog.text)::pg_catalog.text END"
+         THEN pg_catalog.pg_notify('{CHANNEL}', pg_catalog.to_hex({number})) END"
     )
 }
 
@@ -463,7 +465,7 @@ impl<'a> Listener<'a> {
         let more = client.notifications().iter().collect::<Vec<_>>().map_err(broken)?;
         for notification in first.iter().chain(&more) {
             if notification.channel() == CHANNEL {
-                numbers.extend(notification.payload().parse::<i32>().ok());
+                numbers.extend(number_of(notification.payload()));
             }
         }
         if client.is_closed() {
@@ -533,6 +535,11 @@ impl<'a> Listener<'a> {
     }
 }
 
+/// The number that a notification carries, if it is one of ours.
+fn number_of(payload: &str) -> Option<i32> {
+    u32::from_str_radix(payload, 16).ok().map(u32::cast_signed)
+}
+
 /// Which server process answered.
 fn process(answers: &Answers) -> Result<i64> {
     required(int(required(answers.row(0)?)?, 0)?)
@@ -562,6 +569,21 @@ impl From<LockError> for Fault {
             // A standby, a server that knows none of this, a role that may not.
             Some("25006" | "0A000" | "42501" | "42883" | "42601") => Self::Elsewhere(error),
             _ => Self::Now(error),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_number_travels_in_hexadecimal_whatever_its_sign() {
+        for number in [0, 1, -1, i32::MIN, i32::MAX, -559_038_737] {
+            assert_eq!(number_of(&format!("{number:x}")), Some(number));
+        }
+        for other in ["", "-1", "a key", "100000000", " 1"] {
+            assert_eq!(number_of(other), None, "{other}");
         }
     }
 }
