@@ -5,6 +5,7 @@
 //! | switch | what is missing |
 //! | --- | --- |
 //! | `row-lock` | decisions on the locked row |
+//! | `counter-lock` | the look whether somebody has the key's counter locked |
 //! | `upsert-condition` | the condition that the upsert repeats |
 //! | `advisory-lock` | the queue of contenders; safety must not depend on it |
 //! | `clock` | the clock after the waits: `now()` stands still from the start of the transaction |
@@ -36,7 +37,9 @@ pub(crate) fn sql(text: String) -> String {
 /// The text without these safeguards.
 #[cfg(feature = "sabotage")]
 pub(crate) fn cut(mut text: String, on: &dyn Fn(&str) -> bool) -> String {
-    const CUTS: [(&str, &str, &str); 9] = [
+    const CUTS: [(&str, &str, &str); 11] = [
+        ("row-lock", " FOR UPDATE OF l SKIP LOCKED", ""),
+        ("counter-lock", " FOR NO KEY UPDATE OF c SKIP LOCKED", ""),
         ("row-lock", " FOR UPDATE OF l", ""),
         ("row-lock", " FOR UPDATE SKIP LOCKED", ""),
         ("row-lock", " FOR UPDATE", ""),

@@ -485,6 +485,7 @@ mod tests {
         ];
         for (switch, expected) in [
             ("row-lock", "hold acquire find release extend renew"),
+            ("counter-lock", "hold acquire"),
             ("advisory-lock", "queue acquire_absent"),
             ("upsert-condition", "grant acquire acquire_absent"),
             (
