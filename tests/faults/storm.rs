@@ -209,10 +209,12 @@ fn table(
     proxy: &Proxy,
 ) -> String {
     let cores = thread::available_parallelism().map_or(0, std::num::NonZero::get);
+    let commit = std::env::var("SYNCGUARD_FAULT_COMMIT").map(|commit| format!("commit {commit}, "));
     let mut out = String::new();
     let _ = writeln!(
         out,
-        "{}, {cores} cores, `SYNCGUARD_FAULT_SECONDS={}`, seed {}: {} operations of three processes with three threads each.\n",
+        "{}{}, {cores} cores, `SYNCGUARD_FAULT_SECONDS={}`, seed {}: {} operations of three processes with three threads each.\n",
+        commit.unwrap_or_default(),
         version,
         setup.seconds,
         setup.seed,
