@@ -1,6 +1,7 @@
 //! A TCP proxy in front of a server that knows where the protocol's messages begin and end.
 //!
-//! For every simple query (`Q`) that a client sends, a rule says what becomes of it and of its answer:
+//! For every simple query (`Q`) that a client sends, and for every call of a prepared statement (`Bind`
+//! to `Sync`, whose text is that of its `Parse`, with "Bind " before it), a rule says what becomes of it and of its answer:
 //! cut before, cut within, cut after any number of bytes of the answer, delayed, swallowed, or held
 //! back and delivered after the client has gone (a *zombie*). Beside that the whole network can be
 //! mute (bytes wait, and arrive when it is open again) or refuse connections.
@@ -293,15 +294,37 @@ fn pump_queries(
         Ok(())
     };
     let mut first = true;
+    let mut prepared = HashMap::new();
     loop {
         let frame = read_frame(&mut client, first)?;
-        first = false;
         inner.wait_for_network();
-        if frame.first() != Some(&b'Q') {
-            server.write_all(&frame)?;
-            continue;
-        }
-        let sql = String::from_utf8_lossy(frame.get(5..).unwrap_or_default()).into_owned();
+        let (frame, sql) = match frame.first() {
+            Some(b'Q') => {
+                let sql = String::from_utf8_lossy(frame.get(5..).unwrap_or_default()).into_owned();
+                (frame, sql)
+            }
+            Some(b'B') => {
+                let text = prepared.get(&c_string(&frame, 1)).cloned().unwrap_or_default();
+                let mut call = frame;
+                loop {
+                    let next = read_frame(&mut client, false)?;
+                    let last = next.first() == Some(&b'S');
+                    call.extend(next);
+                    if last {
+                        break;
+                    }
+                }
+                (call, format!("Bind {text}"))
+            }
+            kind => {
+                if kind == Some(&b'P') && !first {
+                    prepared.insert(c_string(&frame, 0), c_string(&frame, 1));
+                }
+                first = false;
+                server.write_all(&frame)?;
+                continue;
+            }
+        };
         match inner.decide(&sql) {
             Action::Pass => set(Answer::Pass),
             Action::CutQueryAt(n) => {
@@ -337,6 +360,12 @@ fn pump_queries(
         }
         server.write_all(&frame)?;
     }
+}
+
+/// The text number `n` of a message.
+fn c_string(frame: &[u8], n: usize) -> String {
+    let text = frame.get(5..).unwrap_or_default().split(|byte| *byte == 0).nth(n);
+    String::from_utf8_lossy(text.unwrap_or_default()).into_owned()
 }
 
 /// From server to client; returns when the server has gone.
