@@ -326,7 +326,6 @@ fn pump_queries(
             }
         };
         match inner.decide(&sql) {
-            Action::Pass => set(Answer::Pass),
             Action::CutQueryAt(n) => {
                 server.write_all(frame.get(..n.min(frame.len() - 1)).unwrap_or_default())?;
                 return cut(&client);
@@ -346,7 +345,7 @@ fn pump_queries(
                 set(Answer::PassSecond);
                 server.write_all(&query("DISCARD ALL"))?;
             }
-            Action::DiscardAll => set(Answer::Pass),
+            Action::Pass | Action::DiscardAll => set(Answer::Pass),
             Action::DelayAnswer(delay) => set(Answer::Delay(delay)),
             Action::Zombie(delay) => {
                 set(Answer::Unheard);
