@@ -139,9 +139,9 @@ pub use advisory::{
     AdvisoryGuard, AdvisoryKey, AdvisoryLost, AdvisoryOptions, AdvisorySession, DEFAULT_MAX_HOLD,
 };
 pub use backend::{
-    AcquireResult, Acquired, Attempt, Capabilities, ExtendOutcome, ExtendResult, LockBackend, LockInfo,
-    LockInfoDebug, Lookup, LostReason, Reason, ReleaseOutcome, ReleaseResult, RenewOutcome, Renewal,
-    TimeAuthority,
+    AcquireResult, Acquired, Attempt, Capabilities, ExtendOutcome, ExtendResult, Heard, LockBackend,
+    LockInfo, LockInfoDebug, Lookup, LostReason, OnHeard, Reason, ReleaseOutcome, ReleaseResult,
+    RenewOutcome, Renewal, TimeAuthority, Watch,
 };
 pub use cancel::CancelToken;
 pub use client::{PgLockClient, PgLockClientBuilder};
@@ -171,6 +171,8 @@ pub use telemetry::{EventResult, LockEvent, Operation, Telemetry, TelemetryOptio
 mod documents {
     #[doc = include_str!("../README.md")]
     struct Readme;
+    #[doc = include_str!("../docs/fencing.md")]
+    struct Fencing;
     #[doc = include_str!("../docs/errors.md")]
     struct Errors;
     #[doc = include_str!("../docs/operations.md")]

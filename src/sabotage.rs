@@ -5,11 +5,13 @@
 //! | switch | what is missing |
 //! | --- | --- |
 //! | `row-lock` | decisions on the locked row |
+//! | `counter-lock` | the look whether somebody has the key's counter locked |
 //! | `upsert-condition` | the condition that the upsert repeats |
 //! | `advisory-lock` | the queue of contenders; safety must not depend on it |
 //! | `clock` | the clock after the waits: `now()` stands still from the start of the transaction |
 //! | `durable` | durable commits of acquire and extend |
 //! | `deadline` | the local deadline that is counted from the request: from the reply instead |
+//! | `patience` | no safeguard: statements are called by the driver's extended protocol from the first call on |
 
 #[cfg(all(feature = "sabotage", not(debug_assertions)))]
 compile_error!("the feature `sabotage` breaks the library on purpose: it is for debug builds of its tests");
@@ -28,8 +30,16 @@ pub(crate) const fn on(_switch: &str) -> bool {
 
 /// A statement's text, without the safeguards that are switched off.
 #[cfg(feature = "sabotage")]
-pub(crate) fn sql(mut text: String) -> String {
-    const CUTS: [(&str, &str, &str); 9] = [
+pub(crate) fn sql(text: String) -> String {
+    cut(text, &on)
+}
+
+/// The text without these safeguards.
+#[cfg(feature = "sabotage")]
+pub(crate) fn cut(mut text: String, on: &dyn Fn(&str) -> bool) -> String {
+    const CUTS: [(&str, &str, &str); 11] = [
+        ("row-lock", " FOR UPDATE OF l SKIP LOCKED", ""),
+        ("counter-lock", " FOR NO KEY UPDATE OF c SKIP LOCKED", ""),
         ("row-lock", " FOR UPDATE OF l", ""),
         ("row-lock", " FOR UPDATE SKIP LOCKED", ""),
         ("row-lock", " FOR UPDATE", ""),

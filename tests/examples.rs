@@ -133,6 +133,28 @@ fn quickstart_says_what_to_do_without_an_address() {
     assert!(text(&output.stderr).contains("scripts/demo"), "{}", text(&output.stderr));
 }
 
+// ---- late_writer
+
+#[test]
+fn a_late_write_is_lost_work_without_a_fence_and_refused_with_one() {
+    let output = example("late_writer", &support::schema().url()).output().expect("it runs");
+    let said = text(&output.stdout);
+    assert!(output.status.success(), "{said}\n{}", text(&output.stderr));
+    let acts: Vec<&str> = said.trim_end().split("\n\n").collect();
+    let [bare, transaction, beside] = acts.as_slice() else { panic!("{said}") };
+    assert!(
+        bare.contains("pays 1 in: done")
+            && bare.ends_with("the balance is 101: the second holder's 10 are LOST"),
+        "{bare}"
+    );
+    for act in [transaction, beside] {
+        assert!(
+            act.contains("pays 1 in: refused") && act.ends_with("the balance is 110: nothing is lost"),
+            "{act}"
+        );
+    }
+}
+
 // ---- threaded_server
 
 /// A running server and its address.

@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use postgres::{Client, NoTls};
+use support::proxy::BOUND;
 use support::{Action, Call, LIMIT, Place, Proxy, TTL, id, place, unique, wait_until};
 use syncguard::{ErrorCode, ExtendResult, Lookup, PgLockClient, ReleaseResult};
 
@@ -59,7 +60,7 @@ fn the_server_process_of_a_lost_answer_is_ended_also_where_the_driver_prepared_i
     let cut = Arc::new(AtomicUsize::new(0));
     let counted = Arc::clone(&cut);
     proxy.on_query(move |sql| {
-        if sql.starts_with("Bind ") && sql.contains("UPDATE") && counted.fetch_add(1, Ordering::SeqCst) == 0 {
+        if is_bound(sql, Op::Extend) && counted.fetch_add(1, Ordering::SeqCst) == 0 {
             Action::SwallowAnswer
         } else {
             Action::Pass
@@ -115,10 +116,10 @@ enum Op {
 impl Op {
     fn begins(self) -> &'static str {
         match self {
-            Self::Release => "Bind DELETE FROM",
-            Self::Extend => "Bind WITH cur AS",
-            Self::IsLocked => "Bind SELECT l.expires_at_ms",
-            Self::Lookup => "Bind SELECT l.user_key",
+            Self::Release => "EXECUTE sg_release_live_",
+            Self::Extend => "EXECUTE sg_extend_",
+            Self::IsLocked => "EXECUTE sg_look_",
+            Self::Lookup => "EXECUTE sg_by_id_",
         }
     }
 
@@ -152,6 +153,24 @@ impl Op {
 
 const OPS: [Op; 4] = [Op::Release, Op::Extend, Op::IsLocked, Op::Lookup];
 
+/// Whether this is a call of the operation's statement by the driver's own means.
+fn is_bound(sql: &str, op: Op) -> bool {
+    sql.starts_with(op.begins()) && sql.ends_with(BOUND)
+}
+
+/// Applies the action to the next such call.
+fn once(proxy: &Proxy, op: Op, action: Action) {
+    let mut left = true;
+    proxy.on_query(move |sql| {
+        if left && is_bound(sql, op) {
+            left = false;
+            action
+        } else {
+            Action::Pass
+        }
+    });
+}
+
 /// Does something to one call that the driver prepared, and checks the answer and the row.
 fn disturb(place: &Place, proxy: &Proxy, client: &PgLockClient, op: Op, action: Action) {
     let key = place.key("a");
@@ -160,7 +179,7 @@ fn disturb(place: &Place, proxy: &Proxy, client: &PgLockClient, op: Op, action: 
     proxy.pass_all();
     op.warm(client, &key);
     let before = proxy.count();
-    proxy.once(op.begins(), action);
+    once(proxy, op, action);
     op.check(client, &key);
     assert_eq!(proxy.count(), before + 1, "{op:?}: the driver's statement was not called");
     assert_eq!(place.stored.row(&key).is_none(), matches!(op, Op::Release), "{op:?} {action:?}");
@@ -204,7 +223,7 @@ fn a_server_that_does_not_answer_costs_no_more_than_the_calls_own_time() {
     let key = place.key("a");
     place.stored.write(&key, &id("mine"), 30_000, 1);
     Op::Extend.warm(&client, &key);
-    proxy.once(Op::Extend.begins(), Action::SwallowAnswer);
+    once(&proxy, Op::Extend, Action::SwallowAnswer);
     let start = Instant::now();
     // Its own limit is that of the session, so it is a settled call.
     let error = client.extend(&id("mine"), TTL).unwrap_err();

@@ -5,9 +5,8 @@
 //! server process; a server whose functions are stubs grants both. Where no second session is to be
 //! had (a caller's pool of one), `pg_locks` must show the lock of the first.
 //!
-//! A pooler with several server connections may lend each session the same one twice, by chance or
-//! because it lends them in turn. So both sessions are asked several times more who answers: in pairs,
-//! which no turn of two or more gives to one process, and often, since chance tires.
+//! A pooler with several server connections may lend each session the same one twice, so both are
+//! asked several times more who answers: see [`ROUNDS`].
 
 use std::time::{Duration, Instant};
 
@@ -16,7 +15,7 @@ use crate::advisory::sql::{self, Statements};
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::model::lock_id::LockId;
-use crate::postgres::{PostgresBackend, Session, Trouble};
+use crate::postgres::{Asked, PostgresBackend, ROUNDS, Session, Trouble};
 
 /// How long a second session may take to get, where the call has that much time.
 const SECOND_LIMIT: Duration = Duration::from_secs(1);
@@ -34,19 +33,6 @@ struct Findings {
     shown: bool,
     /// The first's server process at the unlock, and the unlock's answer.
     unlock: (i32, bool),
-}
-
-/// Who is asked for its server process, one after the other: after the second session's try follows
-/// another question to it.
-const ROUNDS: [Asked; 12] = {
-    use Asked::{First as A, Second as B};
-    [B, A, A, B, B, A, B, A, A, B, A, B]
-};
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Asked {
-    First,
-    Second,
 }
 
 /// Runs the test on this session. An error means that no session lock can be trusted here.

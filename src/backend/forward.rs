@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::backend::{
     AcquireResult, Attempt, Capabilities, ExtendOutcome, LockBackend, LockInfo, LockInfoDebug, Lookup,
-    ReleaseOutcome, RenewOutcome, Renewal,
+    OnHeard, ReleaseOutcome, RenewOutcome, Renewal, Watch,
 };
 use crate::cancel::CancelToken;
 use crate::error::Result;
@@ -37,6 +37,9 @@ macro_rules! forward {
             }
             fn peek(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<bool> {
                 (**self).peek(key, deadline, cancel)
+            }
+            fn watch(&self, key: &str, heard: OnHeard) -> Option<Box<dyn Watch>> {
+                (**self).watch(key, heard)
             }
             fn extend_by(
                 &self,

@@ -21,6 +21,7 @@
 mod forward;
 mod info;
 mod outcome;
+mod watch;
 
 use std::time::Duration;
 
@@ -34,6 +35,7 @@ pub use outcome::{
     AcquireResult, Acquired, Attempt, ExtendOutcome, ExtendResult, LostReason, Reason, ReleaseOutcome,
     ReleaseResult, RenewOutcome, Renewal,
 };
+pub use watch::{Heard, OnHeard, Watch};
 
 /// A place where leases are kept. See the [contract](self).
 ///
@@ -70,6 +72,18 @@ pub trait LockBackend: Send + Sync {
     fn peek(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<bool> {
         let _ = deadline;
         self.is_locked(key, cancel)
+    }
+
+    /// Watches a key for a waiter that has waited for a while and may wait longer: `heard` is called
+    /// when the key is let go, in this process or another. The default watches nothing.
+    ///
+    /// It is latency, never correctness: a waiter goes on looking, only more rarely while
+    /// [`is_listening`](Watch::is_listening). A call too many costs one request; one that never comes
+    /// costs time. Returns at once: what takes time is done on a thread of the backend's, and what
+    /// fails is tried again there. `None` if there is nothing to be had now; it may be asked for again.
+    fn watch(&self, key: &str, heard: OnHeard) -> Option<Box<dyn Watch>> {
+        let _ = (key, heard);
+        None
     }
 
     /// [`extend`](LockBackend::extend) with a deadline of its own.

@@ -21,6 +21,7 @@ use crate::telemetry::{TelemetryOptions, with_telemetry};
 /// What a [`PgLockClient`] is built with. Setters never fail: what is wrong is said by
 /// [`connect`](Self::connect) and its kin, before anything is sent.
 #[derive(Clone)]
+#[allow(clippy::struct_excessive_bools, reason = "each is a choice of its own")]
 #[must_use = "a builder does nothing until connect, connect_with or build is called"]
 pub struct PgLockClientBuilder {
     schema: Option<String>,
@@ -32,6 +33,7 @@ pub struct PgLockClientBuilder {
     max_connections: u32,
     connection_timeout: Duration,
     operation_timeout: Duration,
+    wake_ups: bool,
     dispose_timeout: Duration,
     on_release_error: Option<OnReleaseError>,
     telemetry: Option<TelemetryOptions>,
@@ -50,6 +52,7 @@ impl Default for PgLockClientBuilder {
             max_connections: 10,
             connection_timeout: Duration::from_secs(5),
             operation_timeout: Duration::from_secs(5),
+            wake_ups: true,
             dispose_timeout: Duration::from_secs(5),
             on_release_error: None,
             telemetry: None,
@@ -123,6 +126,19 @@ impl PgLockClientBuilder {
     /// How long a single operation may take in all. Default 5 s, at least 1 ms.
     pub fn operation_timeout(mut self, timeout: Duration) -> Self {
         self.operation_timeout = timeout;
+        self
+    }
+
+    /// Whether this client's releases call those who wait for the key in other processes, and its own
+    /// waiters listen for such calls. Default true: a long wait ends within milliseconds of the release.
+    ///
+    /// Where nobody waits a release costs nearly the same, and sends nothing. While somebody of this
+    /// client waits for longer than a moment, the client has **one connection more**, beside
+    /// `max_connections`, and one thread; both end 5 s after the last such wait. With `false`, over a
+    /// caller's pool, behind a pooler that shares sessions, and for waits beyond 256 keys at a time,
+    /// waiters look instead, as [`LockOptions::wake_ups`](crate::LockOptions::wake_ups) says.
+    pub fn wake_ups(mut self, wake_ups: bool) -> Self {
+        self.wake_ups = wake_ups;
         self
     }
 
@@ -236,6 +252,7 @@ impl PgLockClientBuilder {
             store_key_debug: self.store_key_debug,
             cleanup_in_is_locked: self.cleanup_in_is_locked,
             operation_timeout: self.operation_timeout,
+            wake_ups: self.wake_ups,
         };
         let postgres = PostgresBackend::new(source(&self), names, settings);
         if self.auto_create_tables {
@@ -263,6 +280,7 @@ impl fmt::Debug for PgLockClientBuilder {
             .field("max_connections", &self.max_connections)
             .field("connection_timeout", &self.connection_timeout)
             .field("operation_timeout", &self.operation_timeout)
+            .field("wake_ups", &self.wake_ups)
             .field("dispose_timeout", &self.dispose_timeout)
             .finish_non_exhaustive()
     }

@@ -7,7 +7,9 @@
 //! 4. Attempts follow the options' back-off. A release in this process ends the pause, and the
 //!    attempt it leads to is a gift: it counts neither as a retry nor does it prolong anything.
 //!    So does a look between two attempts that finds the key free: that is how a release in another
-//!    process is noticed within milliseconds. Wake-ups are latency, never correctness.
+//!    process is noticed within milliseconds. And so does the backend, which watches the key for a
+//!    first waiter that has waited for [`PATIENCE`], if it can: then looks are rarer. Wake-ups are
+//!    latency, never correctness: nothing waits for one.
 //! 5. What was granted and is not handed out is released by the worker: after too late an answer,
 //!    an unknown outcome, or a close meanwhile.
 //!
@@ -17,7 +19,7 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use crate::backend::{AcquireResult, Acquired, Attempt, ExtendOutcome};
+use crate::backend::{AcquireResult, Acquired, Attempt, ExtendOutcome, Heard, Watch};
 use crate::cancel::{CancelToken, Subscription};
 use crate::error::{ErrorCode, LockError, Result};
 use crate::lock::LockClient;
@@ -28,7 +30,7 @@ use crate::lock::lease::{Lease, TOLERANCE, Terms};
 use crate::lock::options::{Heartbeat, Plan};
 use crate::lock::queue::Ticket;
 use crate::lock::report::{ReleaseErrorContext, ReleaseSource};
-use crate::lock::wake::{FREED, LOOK, Registered};
+use crate::lock::wake::{FREED, LISTENING, LOOK, Registered};
 use crate::model::lock_id::LockId;
 use crate::model::time::Moment;
 
@@ -53,8 +55,18 @@ pub(super) fn lock(client: &LockClient, key: &Arc<str>, plan: &Plan) -> Result<L
     let _entered = engine.enter()?;
     prepare(engine, plan, end, &merged.token)?;
     let ticket = engine.queue.join(key);
-    let mut wait =
-        Waiter { engine, token: &merged.token, ticket, bed: None, end, start, attempts: 0, conflict: None };
+    let mut wait = Waiter {
+        engine,
+        token: &merged.token,
+        ticket,
+        bed: None,
+        watch: None,
+        watch_from: start.after(PATIENCE),
+        end,
+        start,
+        attempts: 0,
+        conflict: None,
+    };
     wait.run(client, key, plan)
 }
 
@@ -69,12 +81,22 @@ const FIRST_LOOK: Duration = Duration::from_millis(5);
 /// and grow up to this one.
 const LAST_LOOK: Duration = Duration::from_millis(250);
 
+/// After so long a wait the backend is asked to watch the key: what is free again sooner is not
+/// worth it.
+const PATIENCE: Duration = Duration::from_millis(30);
+/// How soon a backend that could not watch is asked again.
+const WATCH_AGAIN: Duration = Duration::from_secs(1);
+
 struct Waiter<'a> {
     engine: &'a Arc<Engine>,
     token: &'a CancelToken,
     ticket: Ticket,
     /// Where close and cancel find this waiter; made when it first sleeps.
     bed: Option<(Registered, Option<Subscription>)>,
+    /// The backend's watch over the key; looked after while this waiter is its key's first.
+    watch: Option<Box<dyn Watch>>,
+    /// When the backend is asked for it.
+    watch_from: Moment,
     end: Moment,
     start: Moment,
     attempts: u64,
@@ -121,10 +143,15 @@ impl Waiter<'_> {
             if now >= end {
                 return Ok(None);
             }
-            let next_look = if plan.wake_ups { now.after(self.look_interval(now)) } else { Moment::NEVER };
-            let freed = self.sleep(end.min(next_look))? & FREED != 0;
-            let look_is_due = self.engine.clock.now() >= next_look && next_look < end;
-            let found = match (freed, look_is_due) {
+            let next_look = if plan.wake_ups {
+                self.have_watched(key, now);
+                now.after(self.look_interval(now))
+            } else {
+                Moment::NEVER
+            };
+            let calls = self.sleep(end.min(next_look))?;
+            let due = self.engine.clock.now() >= next_look && next_look < end;
+            let found = match (calls & FREED != 0, due || calls & LISTENING != 0) {
                 (true, _) => self.ask(client, key, plan, false)?,
                 (false, true) => self.glance(client, key, plan)?,
                 (false, false) => None,
@@ -136,9 +163,28 @@ impl Waiter<'_> {
     }
 
     /// How long until the next look: what has been waited for long is noticed a little later, so
-    /// that many long waits cost little, and the hand-off stays within a sixteenth of the wait.
+    /// that many long waits cost little, and the hand-off stays within a sixteenth of the wait. Where
+    /// the backend listens, looks are for what it does not hear (a lease that runs out, a client that
+    /// calls nobody): within a quarter of the wait.
     fn look_interval(&self, now: Moment) -> Duration {
-        (now.since(self.start) / 16).clamp(FIRST_LOOK, LAST_LOOK)
+        let listens = self.watch.as_ref().is_some_and(|watch| watch.is_listening());
+        (now.since(self.start) / if listens { 4 } else { 16 }).clamp(FIRST_LOOK, LAST_LOOK)
+    }
+
+    /// Has the backend watch the key, once the wait is a long one.
+    fn have_watched(&mut self, key: &Arc<str>, now: Moment) {
+        if self.watch.is_some() || now < self.watch_from {
+            return;
+        }
+        self.watch_from = now.after(WATCH_AGAIN);
+        let wake = Arc::clone(self.ticket.wake());
+        let heard = move |what| {
+            wake.call(match what {
+                Heard::Listening => LISTENING,
+                Heard::Freed => FREED,
+            });
+        };
+        self.watch = self.engine.backend.watch(key, Arc::new(heard));
     }
 
     /// A look that is no attempt, unless it finds the key free.

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::backend::{
     AcquireResult, Acquired, Attempt, Capabilities, ExtendOutcome, LockBackend, LockInfo, LockInfoDebug,
-    Lookup, LostReason, ReleaseOutcome, RenewOutcome, Renewal, TimeAuthority,
+    Lookup, LostReason, OnHeard, ReleaseOutcome, RenewOutcome, Renewal, TimeAuthority, Watch,
 };
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
@@ -84,6 +84,8 @@ pub(super) struct State {
     pub(super) deadlines: Vec<(&'static str, Moment)>,
     pub(super) batches: Vec<usize>,
     pub(super) released: Vec<String>,
+    /// Those who watch, and what they are told with.
+    pub(super) watching: Vec<(String, OnHeard)>,
 }
 
 pub(super) struct Fake {
@@ -93,6 +95,8 @@ pub(super) struct Fake {
     pub(super) release_gate: Gate,
     pub(super) attempt_gate: Gate,
     pub(super) reserved: AtomicU64,
+    /// How many watches have ended.
+    pub(super) watches_over: Arc<AtomicU64>,
     pub(super) refuse_reserve: Mutex<bool>,
     /// The thread on which the backend was dropped.
     pub(super) dropped: Mutex<Option<Arc<Mutex<Option<String>>>>>,
@@ -107,6 +111,7 @@ impl Fake {
             release_gate: Gate::default(),
             attempt_gate: Gate::default(),
             reserved: AtomicU64::new(0),
+            watches_over: Arc::default(),
             refuse_reserve: Mutex::new(false),
             dropped: Mutex::default(),
         })
@@ -180,6 +185,20 @@ impl Fake {
     }
 }
 
+struct FakeWatch(Arc<AtomicU64>);
+
+impl Watch for FakeWatch {
+    fn is_listening(&self) -> bool {
+        true
+    }
+}
+
+impl Drop for FakeWatch {
+    fn drop(&mut self) {
+        self.0.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
 impl LockBackend for Fake {
     fn acquire(&self, key: &str, ttl: Duration, cancel: &CancelToken) -> Result<AcquireResult> {
         self.attempt(
@@ -212,6 +231,16 @@ impl LockBackend for Fake {
         cancel.check()?;
         let script = self.note("peek", deadline);
         self.play(script, true, || self.row(key).is_some())
+    }
+
+    fn watch(&self, key: &str, heard: OnHeard) -> Option<Box<dyn Watch>> {
+        let mut state = guard(&self.state);
+        state.log.push("watch");
+        if state.scripts.get_mut("watch").and_then(VecDeque::pop_front).is_some() {
+            return None;
+        }
+        state.watching.push((key.to_owned(), heard));
+        Some(Box::new(FakeWatch(Arc::clone(&self.watches_over))))
     }
 
     fn is_locked(&self, key: &str, _: &CancelToken) -> Result<bool> {

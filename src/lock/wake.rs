@@ -19,6 +19,8 @@ const NAP: Duration = Duration::from_secs(1);
 pub(super) const LOOK: u8 = 1;
 /// The key that is waited for was just let go: try at once.
 pub(super) const FREED: u8 = 2;
+/// Releases are heard from now on: look once, for one may have come just before.
+pub(super) const LISTENING: u8 = 4;
 
 /// The lock of a mutex whose data is valid after every statement, so that a panic elsewhere (in a
 /// test's assertion, in a foreign `Drop`) does not matter.

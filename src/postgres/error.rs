@@ -106,6 +106,15 @@ pub(crate) fn is_all_or_nothing(trouble: &Trouble) -> bool {
     matches!(trouble, Trouble::Refused(error) if error.sqlstate() == Some("22012"))
 }
 
+/// Whether a message may have failed only because it calls waiters: the server's queue of
+/// notifications is full (54000), so is its table of locks (53200), or the role may call nobody.
+pub(crate) fn is_uncallable(trouble: &Trouble) -> bool {
+    let Trouble::Refused(error) = trouble else { return false };
+    error.sqlstate().is_some_and(|state| {
+        state.starts_with("53") || state.starts_with("54") || matches!(state, "42501" | "42883")
+    })
+}
+
 /// Whether the server no longer has a statement that was prepared, or has it for a table that has
 /// changed since.
 pub(crate) fn is_unprepared(error: &postgres::Error) -> bool {

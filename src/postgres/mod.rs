@@ -4,10 +4,12 @@
 //! | --- | --- |
 //! | `link`, `connect` | sockets with a deadline, TLS, cancel requests |
 //! | `pool`, `source` | our own pool, a caller's, the connection kept for renewals |
-//! | `statement`, `session` | prepared statements, messages, one operation on one connection |
+//! | `statement`, `session`, `row` | prepared statements, messages, one operation on one connection, its answers |
+//! | `run` | the loops around every operation |
 //! | `sql`, `schema` | every SQL text; the tables and how they come to be |
 //! | `acquire`, `release`, `extend`, `read` | the operations |
 //! | `operator` | what operators see and may do |
+//! | `wake`, `listen`, `processes` | calls between processes; whether sessions keep to theirs |
 //! | `error` | SQLSTATE to error code |
 //!
 //! The one loop around all of them is [`PostgresBackend::run`]: it replaces stale connections as
@@ -18,22 +20,27 @@ mod connect;
 pub(crate) mod error;
 mod extend;
 mod link;
+mod listen;
 mod operator;
 mod pool;
+mod processes;
 mod read;
 mod release;
 mod row;
+mod run;
 mod schema;
 mod session;
 mod source;
 mod sql;
 mod statement;
+mod wake;
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 pub(crate) use connect::{Connector, guard_runtime, parse_url};
 pub use operator::{BrokenLock, CLEANUP_GUARD_MS, Counts, IdleCounter, Operator, Waiter};
+pub(crate) use processes::{Asked, ROUNDS};
 pub(crate) use row::{Row, flag, int, malformed, required, text};
 pub(crate) use schema::Names;
 pub(crate) use session::{Answers, Session};
@@ -42,7 +49,7 @@ pub(crate) use statement::{Arg, Message, SessionTimer, Statement, push_quoted};
 
 use crate::backend::{
     AcquireResult, Attempt, Capabilities, ExtendOutcome, LockBackend, LockInfo, LockInfoDebug, Lookup,
-    ReleaseOutcome, RenewOutcome, Renewal, TimeAuthority,
+    OnHeard, ReleaseOutcome, RenewOutcome, Renewal, TimeAuthority, Watch,
 };
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
@@ -54,6 +61,7 @@ pub(crate) use error::Trouble;
 use schema::{Survey, Tables};
 use sql::Statements;
 use statement::Backend;
+use wake::Wakes;
 
 /// How often an operation starts anew because its connection turned out to be stale. After a
 /// restart of the server every idle connection is.
@@ -77,6 +85,7 @@ pub(crate) struct PostgresBackend {
     /// Handed to the thread of a clean-up.
     this: Weak<PostgresBackend>,
     next_cleanup: Mutex<Option<Instant>>,
+    wakes: Option<Wakes>,
 }
 
 /// What a caller may choose about the tables and the time.
@@ -85,12 +94,16 @@ pub(crate) struct Settings {
     pub(crate) store_key_debug: bool,
     pub(crate) cleanup_in_is_locked: bool,
     pub(crate) operation_timeout: Duration,
+    /// Whether releases call waiters in other processes, and waiters listen for such calls.
+    pub(crate) wake_ups: bool,
 }
 
 /// The tables and their statements, once it is known where the tables are.
 pub(crate) struct Located {
     tables: Tables,
     statements: Statements,
+    /// Whether releases call waiters.
+    calls: bool,
 }
 
 /// How an operation failed.
@@ -118,8 +131,11 @@ impl From<LockError> for Fault {
 impl PostgresBackend {
     /// A backend that has not talked to the server yet.
     pub(crate) fn new(source: Source, names: Names, settings: Settings) -> Arc<Self> {
+        let listens = source.own_connector().filter(|_| settings.wake_ups);
+        let wakes = listens.map(|connector| Wakes::new(connector.clone(), settings.operation_timeout));
         Arc::new_cyclic(|this| Self {
             source,
+            wakes,
             names,
             settings,
             located: OnceLock::new(),
@@ -156,153 +172,6 @@ impl PostgresBackend {
             .map_err(Fault::into_error)?;
         let survey = self.survey(end, &never)?;
         self.remember(&survey)
-    }
-
-    /// Runs an operation on a connection that has everything prepared.
-    ///
-    /// An error of the operation is passed on; a connection that turns out to be stale is replaced
-    /// as long as nothing can have been committed.
-    pub(crate) fn run<R>(
-        &self,
-        end: Instant,
-        cancel: &CancelToken,
-        mut operation: impl FnMut(&mut Session<'_>, &Located) -> Result<R, Trouble>,
-    ) -> Result<R, Fault> {
-        let at = self.locate(end, cancel)?;
-        self.run_bare(end, cancel, |session| {
-            session.prepare(&at.statements.all())?;
-            operation(session, &at)
-        })
-    }
-
-    /// Runs an operation again after a lost answer, until one comes or the time is over. For
-    /// operations on one lease that may be carried out twice. Says what the first lost answer was.
-    ///
-    /// The server process of a lost answer is ended first: a message that arrived after the second
-    /// answer could undo what a third one has changed since (an extend that shortens, for example).
-    fn run_until_known<R>(
-        &self,
-        lock_id: &LockId,
-        end: Instant,
-        cancel: &CancelToken,
-        mut operation: impl FnMut(&mut Session<'_>, &Located) -> Result<R, Trouble>,
-    ) -> Result<(R, Option<LockError>), Fault> {
-        let mut first = None;
-        let mut doubtful = None;
-        let mut pause = Duration::from_millis(10);
-        loop {
-            match self.run(end, cancel, &mut operation) {
-                Ok(result) => return Ok((result, first)),
-                Err(Fault::Error(error)) if first.is_none() => return Err(Fault::Error(error)),
-                Err(fault) => {
-                    let (error, process) = match fault {
-                        Fault::Doubt { error, process } => (error, process),
-                        Fault::Error(error) => (error, None),
-                    };
-                    if Instant::now() + pause >= end || cancel.is_cancelled() {
-                        return Err(Fault::Doubt { error, process: None });
-                    }
-                    first.get_or_insert(error);
-                    doubtful = process.or(doubtful);
-                    if let Some(process) = &doubtful {
-                        self.end_process(process, lock_id.as_str(), end);
-                    }
-                }
-            }
-            let _ = cancel.wait_timeout(pause);
-            pause = (pause * 2).min(Duration::from_millis(250));
-        }
-    }
-
-    /// Runs a renewal, of `lock_id` among others, on the connection that is kept for it. For the
-    /// server process of a lost answer the same holds as in [`run_until_known`](Self::run_until_known);
-    /// here the connection of the second try ends it, for operations may have taken all others.
-    fn run_renewal<R>(
-        &self,
-        lock_id: &str,
-        end: Instant,
-        mut operation: impl FnMut(&mut Session<'_>, &Located) -> Result<R, Trouble>,
-    ) -> Result<R> {
-        let never = CancelToken::never();
-        let mut replaced = 0;
-        let mut doubtful: Option<Arc<Backend>> = None;
-        loop {
-            let connection = self.source.get_for_renewals(end)?;
-            let fresh = connection.is_fresh();
-            let mut session = Session::new(connection, end, &never);
-            if let Some(query) = doubtful.take().and_then(|process| end_query(&process, lock_id)) {
-                // Trouble on this connection shows itself in what follows.
-                let _ = session.ask(&Message::new().raw(session.limits_plain()).raw(query));
-            }
-            let outcome = self.locate_on(&mut session).and_then(|at| {
-                session.prepare(&at.statements.all())?;
-                operation(&mut session, &at)
-            });
-            let process = session.backend();
-            if let Some(connection) = session.into_connection() {
-                self.source.keep(connection);
-            }
-            replaced += 1;
-            match outcome {
-                Ok(result) => return Ok(result),
-                Err(trouble @ (Trouble::Unprepared | Trouble::Broken { stale: true, .. }))
-                    if replaced <= 3 && (!fresh || replaced == 1) =>
-                {
-                    doubtful = process.filter(|_| matches!(trouble, Trouble::Broken { in_doubt: true, .. }));
-                }
-                Err(trouble) => return Err(trouble.into_error()),
-            }
-        }
-    }
-
-    /// The loop around every operation.
-    pub(crate) fn run_bare<R>(
-        &self,
-        end: Instant,
-        cancel: &CancelToken,
-        mut operation: impl FnMut(&mut Session<'_>) -> Result<R, Trouble>,
-    ) -> Result<R, Fault> {
-        let mut replaced = 0;
-        loop {
-            cancel.check()?;
-            let connection = self.source.get(end, cancel)?;
-            let fresh = connection.is_fresh();
-            let mut session = Session::new(connection, end, cancel);
-            let outcome = operation(&mut session);
-            let process = session.backend();
-            session.finish();
-            replaced += 1;
-            match outcome {
-                Ok(result) => return Ok(result),
-                Err(Trouble::Broken { error, in_doubt: true, .. }) => {
-                    return Err(Fault::Doubt { error, process });
-                }
-                Err(Trouble::Unprepared) if replaced < MAX_REPLACEMENTS => {}
-                Err(Trouble::Broken { stale: true, .. })
-                    if !fresh && replaced < MAX_REPLACEMENTS && Instant::now() < end =>
-                {
-                    self.source.purge();
-                }
-                Err(trouble) => return Err(Fault::Error(trouble.into_error())),
-            }
-        }
-    }
-
-    /// Ends the server process whose answer was lost, if it is for certain that one and is still
-    /// there, so that its message cannot take effect later. Behind a pooler the process may be
-    /// serving somebody else by now: then its statement is not ours, and it is left alone.
-    fn end_process(&self, process: &Backend, lock_id: &str, end: Instant) {
-        let Some(query) = end_query(process, lock_id) else { return };
-        let ended = self.run_bare(end, &CancelToken::never(), |session| {
-            let message = Message::new().raw(session.limits_plain()).raw(&query);
-            session.ask(&message).map(drop)
-        });
-        if let Err(fault) = ended {
-            log::debug!(
-                "the server process of a lost answer could not be ended: {}",
-                fault.into_error().chain()
-            );
-        }
     }
 
     /// Cleans up after a read that met a row long over: later, on a thread of its own, at most once
@@ -358,8 +227,9 @@ impl PostgresBackend {
             return Err(temporary_tables());
         }
         let tables = self.names.located(survey, self.settings.store_key_debug).ok_or_else(missing_tables)?;
-        let statements = Statements::new(&tables);
-        if self.located.set(Arc::new(Located { tables, statements })).is_ok() && survey.unlogged {
+        let calls = self.settings.wake_ups && survey.may_call;
+        let statements = Statements::new(&tables, calls);
+        if self.located.set(Arc::new(Located { tables, statements, calls })).is_ok() && survey.unlogged {
             log::warn!(
                 "a lock table is UNLOGGED: a crash empties it and fences would repeat; ALTER TABLE … SET LOGGED"
             );
@@ -385,30 +255,6 @@ impl PostgresBackend {
     }
 }
 
-/// Ends a server process if it is idle, or still busy with this lease. What it is busy with shows only
-/// as far as the server keeps it (`track_activity_query_size`, 1 kB), so the lease's id may be cut
-/// away by long keys or many leases; and a statement that the driver has prepared is shown without
-/// its values. There the beginning of the message, or the text of the statement, tells that it is ours.
-/// (Only sessions that began with our own settings use the driver's statements, so none behind a
-/// pooler that could have given the busy process to somebody else.)
-fn end_query(process: &Backend, lock_id: &str) -> Option<String> {
-    let (mut started, mut id) = (String::new(), String::new());
-    push_quoted(&process.started, &mut started).ok()?;
-    push_quoted(lock_id, &mut id).ok()?;
-    let mut called = String::new();
-    if let Some(text) = &process.called {
-        called.push_str(" OR (a.query <> '' AND pg_catalog.starts_with(");
-        push_quoted(text, &mut called).ok()?;
-        called.push_str(", a.query))");
-    }
-    Some(format!(
-        "SELECT pg_catalog.pg_terminate_backend(a.pid) FROM pg_catalog.pg_stat_activity AS a \
-         WHERE a.pid = {} AND a.backend_start::pg_catalog.text = {started} \
-         AND (a.state = 'idle' OR pg_catalog.strpos(a.query, {id}) > 0{called})",
-        process.pid
-    ))
-}
-
 fn read_survey(session: &mut Session<'_>, names: &Names) -> Result<Survey, Trouble> {
     // Under the caller's search_path: it decides where unqualified tables are.
     let answers = session.ask(&Message::new().raw(names.survey()?))?;
@@ -424,6 +270,7 @@ fn read_survey(session: &mut Session<'_>, names: &Names) -> Result<Survey, Troub
         has_indexes: flag(5)?,
         creation_schema: owned(6)?,
         encoding: owned(7)?.unwrap_or_default(),
+        may_call: flag(8)?,
     })
 }
 
@@ -478,6 +325,13 @@ impl LockBackend for PostgresBackend {
         read::is_locked(self, &Key::new(key)?, self.end_by(deadline), cancel)
     }
 
+    fn watch(&self, key: &str, heard: OnHeard) -> Option<Box<dyn Watch>> {
+        let wakes = self.wakes.as_ref()?;
+        let (storage_key, _) =
+            Key::new(key).ok()?.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES).ok()?;
+        wakes.watch(&storage_key, &heard)
+    }
+
     fn extend_by(
         &self,
         lock_id: &str,
@@ -519,6 +373,9 @@ impl LockBackend for PostgresBackend {
     }
 
     fn close(&self) {
+        if let Some(wakes) = &self.wakes {
+            wakes.close();
+        }
         self.source.close();
     }
 }

@@ -16,7 +16,8 @@ use crate::error::{LockError, Result};
 use crate::model::fence::{FENCE_MAX, Fence};
 use crate::model::hash::hash_key;
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
-use crate::postgres::error::Trouble;
+use crate::postgres::error::{Trouble, is_uncallable};
+use crate::postgres::listen::call_waiters;
 use crate::postgres::row::{Row, int, malformed, required, text};
 use crate::postgres::session::Session;
 use crate::postgres::sql::{CLOCK, live};
@@ -187,18 +188,24 @@ impl Operator {
         let key = Key::new(key)?;
         let (storage_key, fence_key) = key.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?;
         let broken = self.backend.run(self.backend.end(), &CancelToken::never(), |session, at| {
-            let message = Message::new()
-                .raw(session.prelude())
-                .raw(PLAIN_NAMES)
-                .call(&at.statements.queue, &[Arg::Text(&storage_key)])
-                .plain(
-                    &take_away(at),
-                    &[Arg::Text(&storage_key), Arg::Text(&fence_key), Arg::Text(key.as_str())],
-                )?;
-            let answers = session.commit(&message)?;
+            let mut attempt = |calls| {
+                let message = Message::new()
+                    .raw(session.prelude())
+                    .raw(PLAIN_NAMES)
+                    .call(&at.statements.queue, &[Arg::Text(&storage_key)])
+                    .plain(
+                        &take_away(at, calls),
+                        &[Arg::Text(&storage_key), Arg::Text(&fence_key), Arg::Text(key.as_str())],
+                    )?;
+                session.commit(&message)
+            };
+            let answers = match attempt(at.calls) {
+                Err(trouble) if at.calls && is_uncallable(&trouble) => attempt(false)?,
+                answers => answers?,
+            };
             let row = required(answers.row(0)?)?;
             let was = text(row, 0)?.map(|_| lease(row)).transpose()?;
-            let fence = u64::try_from(required(int(row, 5)?)?).ok().and_then(Fence::new);
+            let fence = u64::try_from(required(int(row, 6)?)?).ok().and_then(Fence::new);
             Ok(BrokenLock { was: was.map(|lease| lease.sanitized()), fence: required(fence)? })
         });
         let broken = broken.map_err(|fault| match fault {
@@ -308,8 +315,9 @@ impl PostgresBackend {
     }
 }
 
-/// `(storage key, fence key, user key)`: deletes the row and raises the counter.
-fn take_away(at: &Located) -> Statement {
+/// `(storage key, fence key, user key)`: deletes the row, calls its waiters, and raises the counter.
+fn take_away(at: &Located, calls: bool) -> Statement {
+    let called = if calls { call_waiters("l.key") } else { "NULL".to_owned() };
     let (locks, fences) = (&at.tables.locks, &at.tables.fences);
     let (column, value) = at.tables.key_debug("$3");
     Statement::new(
@@ -318,7 +326,7 @@ fn take_away(at: &Located) -> Statement {
         format!(
             "WITH gone AS (\
                DELETE FROM {locks} AS l WHERE l.key = $1 \
-               RETURNING l.user_key, l.lock_id, l.expires_at_ms, l.acquired_at_ms, l.fence), \
+               RETURNING l.user_key, l.lock_id, l.expires_at_ms, l.acquired_at_ms, l.fence, {called}), \
              raised AS (\
                INSERT INTO {fences} AS c (fence_key, fence{column}) VALUES ($2, 1{value}) \
                ON CONFLICT (fence_key) DO UPDATE SET fence = c.fence + 1 \

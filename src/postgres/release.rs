@@ -13,7 +13,7 @@ use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::model::lock_id::LockId;
 use crate::model::time::{TIME_TOLERANCE_MS, is_live};
-use crate::postgres::error::{Trouble, is_all_or_nothing};
+use crate::postgres::error::{Trouble, is_all_or_nothing, is_uncallable};
 use crate::postgres::row::{int, required, text};
 use crate::postgres::session::{Answers, Session};
 use crate::postgres::statement::{Arg, Message};
@@ -82,10 +82,16 @@ fn one_message(session: &mut Session<'_>, at: &Located, lock_id: &LockId) -> Res
     let id = [Arg::Text(lock_id.as_str())];
     match session.commit_one(&at.statements.release_live, &id) {
         Ok(answers) if answers.row(0)?.is_some() => return Ok(ReleaseOutcome::Released),
-        // The lease ran out while its row was waited for.
-        Err(trouble) if is_all_or_nothing(&trouble) => {}
+        // The lease ran out while its row was waited for, or its waiters cannot be called.
+        Err(trouble) if is_all_or_nothing(&trouble) || (at.calls && is_uncallable(&trouble)) => {}
         other => drop(other?),
     }
+    carefully(session, at, lock_id)
+}
+
+/// Deletes the lease, or says why not. Calls nobody.
+fn carefully(session: &mut Session<'_>, at: &Located, lock_id: &LockId) -> Result<ReleaseOutcome, Trouble> {
+    let id = [Arg::Text(lock_id.as_str())];
     let answers = session.commit_one(&at.statements.release, &id)?;
     let row = required(answers.row(0)?)?;
     Ok(match (required(int(row, 0)?)?, required(int(row, 1)?)?) {
@@ -114,7 +120,13 @@ fn two_messages(
     }
     let key = found.map(|row| row.key).unwrap_or_default();
     let write = Message::new().call(&statements.delete, &[Arg::Text(&key), id]).raw("COMMIT");
-    let answers = session.commit(&write)?;
+    let answers = match session.commit(&write) {
+        Err(trouble) if at.calls && is_uncallable(&trouble) => {
+            session.rollback();
+            return carefully(session, at, lock_id);
+        }
+        answers => answers?,
+    };
     required(answers.row(1)?)?;
     Ok(ReleaseOutcome::Released)
 }

@@ -8,6 +8,7 @@
 use sha2::{Digest, Sha256};
 
 use crate::error::{LockError, Result};
+use crate::postgres::listen::MAY_CALL;
 use crate::postgres::sql::EQ;
 use crate::postgres::statement::push_quoted;
 
@@ -50,7 +51,7 @@ impl Names {
 
     /// The query that finds out where the tables are. Answers, per table: its schema, whether it is
     /// unlogged; whether the counters have `key_debug`; which of the two indexes exist; the schema
-    /// that new tables would go to; the database's encoding.
+    /// that new tables would go to; the database's encoding; whether the role may call waiters.
     pub(crate) fn survey(&self) -> Result<String> {
         let (locks, fences) = (self.literal(&self.locks)?, self.literal(&self.fences)?);
         let index = |unique: &str, column: &str| {
@@ -64,7 +65,7 @@ impl Names {
         Ok(format!(
             "SELECT ln.nspname, l.relpersistence, fn.nspname, f.relpersistence, \
              EXISTS (SELECT 1 FROM pg_catalog.pg_attribute a WHERE a.attrelid {EQ} f.oid AND a.attname {EQ} 'key_debug' AND NOT a.attisdropped), \
-             {} AND {}, pg_catalog.current_schema(), pg_catalog.current_setting('server_encoding') \
+             {} AND {}, pg_catalog.current_schema(), pg_catalog.current_setting('server_encoding'), {MAY_CALL} \
              FROM (SELECT pg_catalog.to_regclass({locks}) AS l, pg_catalog.to_regclass({fences}) AS f) AS r \
              LEFT JOIN pg_catalog.pg_class l ON l.oid {EQ} r.l LEFT JOIN pg_catalog.pg_namespace ln ON ln.oid {EQ} l.relnamespace \
              LEFT JOIN pg_catalog.pg_class f ON f.oid {EQ} r.f LEFT JOIN pg_catalog.pg_namespace fn ON fn.oid {EQ} f.relnamespace",
@@ -149,6 +150,7 @@ pub(crate) struct Survey {
     pub(crate) has_indexes: bool,
     pub(crate) creation_schema: Option<String>,
     pub(crate) encoding: String,
+    pub(crate) may_call: bool,
 }
 
 impl Survey {
@@ -174,6 +176,12 @@ enum KeyDebug {
 }
 
 impl Tables {
+    /// For tests of texts.
+    #[cfg(all(test, feature = "sabotage"))]
+    pub(crate) fn plain() -> Self {
+        Self { locks: quoted("locks"), fences: quoted("fences"), key_debug: KeyDebug::Stored }
+    }
+
     /// Whether counters note the caller's key.
     pub(crate) fn notes_keys(&self) -> bool {
         matches!(self.key_debug, KeyDebug::Stored)

@@ -31,6 +31,11 @@ const LATE_MS: u64 = 300;
 /// How often a statement is called on one connection before the driver prepares it.
 const OFTEN: u32 = 16;
 
+/// See [`OFTEN`].
+fn often() -> u32 {
+    if crate::sabotage::on("patience") { 1 } else { OFTEN }
+}
+
 /// How long a ROLLBACK may take before the connection is closed instead.
 const ROLLBACK_LIMIT: Duration = Duration::from_secs(1);
 
@@ -318,7 +323,7 @@ impl<'a> Session<'a> {
         }
         let handle = match memo.handle(statement) {
             Handle::Ready(handle) => handle,
-            Handle::Called(times) if times < OFTEN => {
+            Handle::Called(times) if times < often() => {
                 return self.send(&Message::new().call(statement, args), commits);
             }
             Handle::Called(_) => {

@@ -185,6 +185,14 @@ impl Source {
 }
 
 impl Source {
+    /// How to open connections like those of our own pool.
+    pub(crate) fn own_connector(&self) -> Option<&Connector> {
+        match &self.operations {
+            Operations::Own(pool) => Some(pool.connector()),
+            Operations::Foreign { .. } => None,
+        }
+    }
+
     /// How to open a connection of our own, where that is known.
     pub(crate) fn connector(&self) -> Option<&Connector> {
         match (&self.operations, &self.renewals) {

@@ -20,10 +20,13 @@
 //! 5. What happens nearly always has a statement of its own that does nothing else: [`acquire_absent`]
 //!    where no row stands for the key, [`release_live`] where the lease is live. Both change nothing in
 //!    every other case, and the careful statement decides then.
+//! 6. A release calls waiters in other processes, if there are any, in the statement that deletes the
+//!    row; the careful release does not, and so decides also where calling fails.
 
 use crate::error::Result;
 use crate::model::fence::{FENCE_MAX, Fence};
 use crate::model::time::TIME_TOLERANCE_MS;
+use crate::postgres::listen::call_waiters;
 use crate::postgres::schema::Tables;
 use crate::postgres::statement::{Statement, push_quoted};
 
@@ -108,7 +111,9 @@ pub(crate) struct Statements {
 }
 
 impl Statements {
-    pub(crate) fn new(tables: &Tables) -> Self {
+    /// `calls`: whether a release calls waiters.
+    pub(crate) fn new(tables: &Tables, calls: bool) -> Self {
+        let called = called(calls);
         let locks = &tables.locks;
         let row = format!(
             "SELECT l.user_key, l.lock_id, l.expires_at_ms, l.acquired_at_ms, l.fence, {CLOCK} FROM {locks} AS l"
@@ -159,7 +164,7 @@ impl Statements {
                 "delete",
                 &[TEXT, TEXT],
                 format!(
-                    "DELETE FROM {locks} AS l WHERE l.key {EQ} $1 AND l.lock_id {EQ} $2 RETURNING l.lock_id"
+                    "DELETE FROM {locks} AS l WHERE l.key {EQ} $1 AND l.lock_id {EQ} $2 RETURNING l.lock_id{called}"
                 ),
             ),
             update: Statement::new(
@@ -171,7 +176,7 @@ impl Statements {
                 ),
             ),
             release: Statement::new("release", &[TEXT], release(tables)),
-            release_live: Statement::new("release_live", &[TEXT], release_live(tables)),
+            release_live: Statement::new("release_live", &[TEXT], release_live(tables, &called)),
             extend: Statement::new("extend", &[TEXT, INT], extend(tables)),
             renew: Statement::new("renew", &[TEXTS, TEXTS, INTS], renew(tables)),
             look: Statement::new(
@@ -394,12 +399,17 @@ fn release(tables: &Tables) -> String {
 /// [`release`]. The row is judged when it is found, and once more when it is deleted: a wait for
 /// somebody's lock lies between the two, and if the lease was over by then, the message fails
 /// (22012) and changes nothing.
-fn release_live(tables: &Tables) -> String {
+fn release_live(tables: &Tables, called: &str) -> String {
     let (locks, alive) = (&tables.locks, live("l.expires_at_ms", CLOCK));
     format!(
         "DELETE FROM {locks} AS l WHERE l.lock_id {EQ} $1 AND {alive} \
-         RETURNING 1 OPERATOR(pg_catalog./) (CASE WHEN {alive} THEN 1 ELSE 0 END), {RELAXED}"
+         RETURNING 1 OPERATOR(pg_catalog./) (CASE WHEN {alive} THEN 1 ELSE 0 END), {RELAXED}{called}"
     )
+}
+
+/// The call of the deleted row's waiters as one more column, or nothing.
+fn called(calls: bool) -> String {
+    if calls { format!(", {}", call_waiters("l.key")) } else { String::new() }
 }
 
 fn extend(tables: &Tables) -> String {
@@ -441,4 +451,56 @@ fn renew(tables: &Tables) -> String {
          SELECT cur.place, NULL, cur.key IS NOT NULL, l.lock_id, l.fence FROM cur CROSS JOIN t \
            LEFT JOIN {locks} AS l ON l.key {EQ} cur.wanted WHERE cur.key IS NULL OR NOT {alive}"
     )
+}
+
+#[cfg(all(test, feature = "sabotage"))]
+mod tests {
+    use super::*;
+
+    /// A control that takes nothing out of a new statement would show nothing about it. So every
+    /// statement that has a safeguard is named here, and no other.
+    #[test]
+    fn each_switch_takes_its_safeguard_out_of_every_statement_that_has_it() {
+        let all = Statements::new(&Tables::plain(), true);
+        let all = [
+            ("queue", &all.queue),
+            ("hold", &all.hold),
+            ("view", &all.view),
+            ("grant", &all.grant),
+            ("confirm", &all.confirm),
+            ("acquire", &all.acquire),
+            ("acquire_absent", &all.acquire_absent),
+            ("find", &all.find),
+            ("clock", &all.clock),
+            ("delete", &all.delete),
+            ("update", &all.update),
+            ("release", &all.release),
+            ("release_live", &all.release_live),
+            ("extend", &all.extend),
+            ("renew", &all.renew),
+            ("look", &all.look),
+            ("by_key", &all.by_key),
+            ("by_id", &all.by_id),
+            ("durable", &all.durable),
+        ];
+        for (switch, expected) in [
+            ("row-lock", "hold acquire find release extend renew"),
+            ("counter-lock", "hold acquire"),
+            ("advisory-lock", "queue acquire_absent"),
+            ("upsert-condition", "grant acquire acquire_absent"),
+            (
+                "clock",
+                "hold view grant acquire acquire_absent clock update release release_live extend renew look by_key by_id",
+            ),
+            ("durable", "queue acquire_absent extend durable"),
+            ("nothing", ""),
+        ] {
+            let cut = |text: &str| crate::sabotage::cut(text.to_owned(), &|name| name == switch);
+            let changed = all
+                .iter()
+                .filter(|(_, statement)| cut(statement.text()) != statement.text())
+                .map(|(name, _)| *name);
+            assert_eq!(changed.collect::<Vec<_>>().join(" "), expected, "{switch}");
+        }
+    }
 }

@@ -49,7 +49,7 @@ use std::time::{Duration, Instant};
 
 use crate::backend::{
     AcquireResult, Attempt, Capabilities, ExtendOutcome, LockBackend, LockInfo, LockInfoDebug, Lookup,
-    LostReason, Reason, ReleaseOutcome, RenewOutcome, Renewal,
+    LostReason, OnHeard, Reason, ReleaseOutcome, RenewOutcome, Renewal, Watch,
 };
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, Result};
@@ -206,6 +206,10 @@ impl<B: LockBackend> LockBackend for Telemetry<B> {
 
     fn peek(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<bool> {
         self.inner.peek(key, deadline, cancel)
+    }
+
+    fn watch(&self, key: &str, heard: OnHeard) -> Option<Box<dyn Watch>> {
+        self.inner.watch(key, heard)
     }
 
     fn extend_by(

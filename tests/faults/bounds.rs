@@ -4,7 +4,9 @@ use std::error::Error as _;
 use std::time::{Duration, Instant};
 
 use postgres::NoTls;
-use syncguard::{ErrorCode, LockError, LockOptions, Lookup, PgLockClient, PgLockClientBuilder};
+use syncguard::{
+    ErrorCode, ExtendResult, LockError, LockOptions, Lookup, PgLockClient, PgLockClientBuilder, ReleaseResult,
+};
 
 use crate::support::{self, Action, Config, Network, Proxy, Server};
 
@@ -12,7 +14,7 @@ const LIMIT: Duration = Duration::from_millis(500);
 const TTL: Duration = Duration::from_secs(30);
 const ID: &str = "AAAAAAAAAAAAAAAAAAAAAA";
 
-fn builder() -> PgLockClientBuilder {
+pub fn builder() -> PgLockClientBuilder {
     PgLockClient::builder().operation_timeout(LIMIT).connection_timeout(LIMIT).dispose_timeout(LIMIT)
 }
 
@@ -30,7 +32,7 @@ fn chain(error: &LockError) -> String {
 
 /// Makes one call of every kind; each must be over in time, and each error must say one of these words.
 #[track_caller]
-fn all_in_time(what: &str, client: &PgLockClient, words: &[&str], writes_only: bool) {
+pub fn all_in_time(what: &str, client: &PgLockClient, words: &[&str], writes_only: bool) {
     let options = LockOptions::new().timeout(LIMIT);
     let mut longest = Duration::ZERO;
     let mut call = |name: &str, bound: Duration, call: &dyn Fn() -> Option<LockError>| {
@@ -68,7 +70,7 @@ fn all_in_time(what: &str, client: &PgLockClient, words: &[&str], writes_only: b
 
 /// Drops and closes are calls, too.
 #[track_caller]
-fn ends_in_time(what: &str, client: PgLockClient) {
+pub fn ends_in_time(what: &str, client: PgLockClient) {
     let start = Instant::now();
     let _ = client.close(LIMIT);
     drop(client);
@@ -88,6 +90,55 @@ fn a_silent_server() {
     assert!(start.elapsed() < LIMIT + Duration::from_secs(1), "a guard's drop took {:?}", start.elapsed());
     ends_in_time("a silent server", client);
     server.thaw();
+}
+
+/// On an open connection every statement is called by the driver's own protocol from now on.
+fn settle(client: &PgLockClient) {
+    let held = client.acquire("settled", TTL).unwrap().acquired().expect("it is free");
+    for _ in 0..20 {
+        assert!(client.acquire("settled", TTL).unwrap().acquired().is_none());
+        assert!(matches!(client.extend(&held.lock_id, TTL), Ok(ExtendResult::Extended { .. })));
+        assert!(client.is_locked("settled").unwrap() && client.owns(&held.lock_id).unwrap());
+        assert_eq!(client.release(ID).unwrap(), ReleaseResult::NotHeld);
+    }
+    assert_eq!(client.release(&held.lock_id).unwrap(), ReleaseResult::Released);
+}
+
+#[test]
+fn a_silent_server_behind_statements_that_are_called_often() {
+    let server = Server::start(&Config::new());
+    let proxy = Proxy::start(server.port());
+    let client = builder().connect(&proxy.url(server.url())).unwrap();
+    settle(&client);
+    let before = proxy.bound();
+    client.acquire("k", TTL).unwrap().acquired().expect("it is free");
+    assert!(proxy.bound() > before, "it was not called by Bind");
+    server.freeze();
+    let words = ["NetworkTimeout", "did not answer", "time for this"];
+    all_in_time("a silent server, called by Bind", &client, &words, false);
+    ends_in_time("a silent server, called by Bind", client);
+    server.thaw();
+}
+
+#[test]
+fn a_table_that_is_locked_under_statements_that_are_called_often() {
+    let server = Server::start(&Config::new());
+    let client = builder().connect(server.url()).unwrap();
+    let mut sql = server.client();
+    for _ in 0..2 {
+        settle(&client);
+        let mut transaction = sql.transaction().unwrap();
+        transaction.batch_execute("LOCK TABLE syncguard_locks IN ACCESS EXCLUSIVE MODE").unwrap();
+        for _ in 0..2 {
+            let start = Instant::now();
+            let error = client.acquire("k", TTL).expect_err("the table is locked");
+            assert!(start.elapsed() < LIMIT + Duration::from_secs(1), "{:?}", start.elapsed());
+            assert!(chain(&error).contains("lock"), "it does not say what was missing: {}", chain(&error));
+            assert!(!error.is_outcome_unknown(), "{error}");
+        }
+        drop(transaction);
+    }
+    ends_in_time("a locked table, called by Bind", client);
 }
 
 #[test]

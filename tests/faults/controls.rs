@@ -1,13 +1,22 @@
 //! Negative controls: a library without one of its safeguards is caught, by the rule that should
 //! catch it. And one that must pass, because correctness does not rest on it.
 
+use std::time::Duration;
+
+use syncguard::{AcquireResult, CancelToken, ExtendResult, PgLockClient};
+
+use crate::checker::{Allow, Violation, check};
+use crate::history::{Belief, Blocked, History, Op, Outcome, What, now};
 use crate::storm::{Setup, run};
+use crate::support::worker::{self, Parent};
+use crate::support::{Config, LIMIT, Server, Worker, wait_until};
 use crate::weather::Fault;
 
+const TTL: Duration = Duration::from_secs(60);
+
 const SECONDS: u64 = 4;
-/// How often a storm is tried until it shows the damage. Races are luck: the rarest shows in one storm
-/// of seven or so.
-const TRIES: u64 = 60;
+/// How often a storm is tried until it shows the damage: one is enough nearly always.
+const TRIES: u64 = 10;
 
 #[track_caller]
 fn is_caught(sabotage: &[&str], fenced: bool, faults: &[Fault], rule: &str) {
@@ -31,31 +40,178 @@ fn is_caught(sabotage: &[&str], fenced: bool, faults: &[Fault], rule: &str) {
     panic!("{sabotage:?} was not noticed in {TRIES} storms; other violations: {others:?}");
 }
 
+/// A contender, which makes the one call that it is told to make, and says what it was told.
+fn contender(parent: &Parent) {
+    let client = PgLockClient::connect(&parent.arg("url")).expect("the server is there");
+    let client = if parent.arg("messages") == "2" { client.cancellable(&CancelToken::new()) } else { client };
+    client.is_locked("warm").expect("the server is there");
+    parent.say("ready");
+    let call = parent.hear();
+    let decided = |expires_at_ms: i64| expires_at_ms - i64::try_from(TTL.as_millis()).expect("it is small");
+    let answer = if call == "extend" {
+        client.extend(STRANGER, TTL).map(|answer| match answer {
+            ExtendResult::Extended { expires_at_ms } => format!("ok 0 {}", decided(expires_at_ms)),
+            ExtendResult::NotHeld => "refused".to_owned(),
+        })
+    } else {
+        client.acquire("k", TTL).map(|answer| match answer {
+            AcquireResult::Acquired(it) => format!("ok {} {}", it.fence.get(), decided(it.expires_at_ms)),
+            AcquireResult::Locked => "refused".to_owned(),
+        })
+    };
+    parent.say(&answer.unwrap_or_else(|error| format!("failed {error}")));
+}
+
+/// The lock id of whoever is in the way.
+const STRANGER: &str = "BBBBBBBBBBBBBBBBBBBBBA";
+
+/// A row of the key and its counter, whose lease ends that many milliseconds from now.
+fn row(ends_in_ms: i64) -> String {
+    format!(
+        "INSERT INTO syncguard_fence_counters (fence_key, fence) VALUES ('fence:k', 1); \
+         INSERT INTO syncguard_locks SELECT 'k', '{STRANGER}', now + {ends_in_ms}, now, '000000000000001', 'k' \
+         FROM (SELECT floor(extract(epoch FROM clock_timestamp()) * 1000)::int8 AS now) AS clock; "
+    )
+}
+
+/// Forces a race instead of hoping for it: `contenders` call while a stranger's transaction stands in
+/// their way, which began with `before` and ends once all of them wait for it.
+struct Race<'a> {
+    sabotage: &'a str,
+    messages: &'a str,
+    call: &'a str,
+    contenders: usize,
+    /// What is there before.
+    there: String,
+    /// What the stranger does.
+    stranger: String,
+}
+
+impl Race<'_> {
+    /// What the contenders were told, and what the checker finds in it.
+    fn run(&self) -> (Vec<String>, Vec<Violation>) {
+        let server = Server::start(&Config::new());
+        drop(PgLockClient::connect(server.url()).unwrap());
+        let mut contenders: Vec<_> = (0..self.contenders)
+            .map(|_| {
+                Worker::start_alone_with(
+                    "controls::without_the_upserts_condition_it_is_caught",
+                    "contender",
+                    &[("url", server.url()), ("messages", self.messages)],
+                    &[("SYNCGUARD_SABOTAGE", self.sabotage)],
+                )
+            })
+            .collect();
+        contenders.iter_mut().for_each(|contender| contender.expect("ready"));
+        let mut sql = server.client();
+        sql.batch_execute(&self.there).unwrap();
+        let mut stranger = server.client();
+        stranger.batch_execute(&format!("BEGIN; {}", self.stranger)).unwrap();
+        let clock = "SELECT floor(extract(epoch FROM clock_timestamp()) * 1000)::int8";
+        let from_ms: i64 = sql.query_one(clock, &[]).unwrap().get(0);
+        contenders.iter_mut().for_each(|contender| contender.tell(self.call));
+        let waiting = "SELECT count(DISTINCT pid) FROM pg_locks JOIN pg_stat_activity USING (pid) \
+                       WHERE NOT granted AND application_name = 'syncguard'";
+        let all = i64::try_from(self.contenders).unwrap();
+        wait_until(LIMIT, "all of them wait", || {
+            sql.query_one(waiting, &[]).unwrap().get::<_, i64>(0) == all
+        });
+        // So long that a clock from before the wait shows.
+        let mut to_ms = from_ms;
+        let since: i64 = sql.query_one(clock, &[]).unwrap().get(0);
+        wait_until(LIMIT, "the server's clock goes on", || {
+            to_ms = sql.query_one(clock, &[]).unwrap().get(0);
+            to_ms > since + 50
+        });
+        stranger.batch_execute("COMMIT").unwrap();
+        let told: Vec<_> = contenders.iter_mut().map(Worker::hear).collect();
+        let blocked = vec![Blocked { key: "k".to_owned(), from_ms, to_ms }];
+        let mut history = History { blocked, ..History::default() };
+        if self.stranger.contains("INSERT") {
+            history.beliefs.push(belief(0, 1));
+        }
+        for (process, line) in (1..).zip(&told) {
+            if let ["ok", number, decided] = line.split(' ').collect::<Vec<_>>().as_slice() {
+                let (number, decided_ms) = (number.parse().unwrap(), decided.parse().unwrap());
+                history.ops.push(answered(process, Outcome::Ok { number, decided_ms }));
+                if number > 0 {
+                    history.beliefs.push(belief(process, number));
+                }
+            }
+        }
+        let violations = check(&history, Allow { recovery: 0 });
+        println!(
+            "{:?}, {} in {} messages: {told:?}, {violations:?}",
+            self.sabotage, self.call, self.messages
+        );
+        (told, violations)
+    }
+
+    /// With all safeguards all is well; without these, it is not.
+    #[track_caller]
+    fn catches(&mut self, sabotage: &'static str, rule: &str) {
+        self.sabotage = "";
+        let (told, violations) = self.run();
+        assert!(violations.is_empty(), "{told:?}: {violations:?}");
+        self.sabotage = sabotage;
+        let (told, violations) = self.run();
+        assert!(violations.iter().any(|found| found.rule == rule), "{sabotage} was not noticed: {told:?}");
+    }
+}
+
+/// Whoever is told that it holds a key believes it for its ttl.
+fn belief(process: u32, fence: u64) -> Belief {
+    let (from, ttl) = (now(), u64::try_from(TTL.as_nanos()).unwrap());
+    Belief { process, key: "k".to_owned(), fence, ttl, from, to: from + ttl }
+}
+
+fn answered(process: u32, outcome: Outcome) -> Op {
+    let (key, send) = ("k".to_owned(), now());
+    Op { process, what: What::Extend, key, fence: 0, ttl: 0, send, recv: send, bound: 0, outcome }
+}
+
+fn holding_the_row<'a>(call: &'a str, messages: &'a str, ends_in_ms: i64) -> Race<'a> {
+    Race {
+        sabotage: "",
+        messages,
+        call,
+        contenders: 1,
+        there: row(ends_in_ms),
+        stranger: "SELECT FROM syncguard_locks FOR UPDATE".to_owned(),
+    }
+}
+
 #[test]
 fn without_the_row_lock_it_is_caught() {
-    is_caught(&["row-lock", "row-lock", "row-lock"], true, &[Fault::LockRow], "unlocked");
+    holding_the_row("acquire", "1", -5000).catches("row-lock,counter-lock", "unlocked");
+    holding_the_row("extend", "1", 60_000).catches("row-lock", "unlocked");
 }
 
 #[test]
 fn with_the_transactions_clock_it_is_caught() {
-    is_caught(&["clock", "clock", "clock"], true, &[Fault::LockRow], "unlocked");
+    holding_the_row("acquire", "1", -5000).catches("clock", "unlocked");
+    holding_the_row("acquire", "2", -5000).catches("clock", "unlocked");
+    holding_the_row("extend", "1", 60_000).catches("clock", "unlocked");
 }
 
+/// Another client, which does not queue, grants itself a key that has no row between the contender's
+/// look and its write.
 #[test]
 fn without_the_upserts_condition_it_is_caught() {
-    // The others do not queue, as a client of another version might not.
-    is_caught(
-        &["upsert-condition", "upsert-condition", "advisory-lock", "advisory-lock"],
-        true,
-        &[],
-        "overlap",
-    );
+    worker::part("contender", contender);
+    for messages in ["1", "2"] {
+        let (there, stranger) = (String::new(), row(60_000));
+        let mut race = Race { sabotage: "", messages, call: "acquire", contenders: 1, there, stranger };
+        race.catches("upsert-condition", "overlap");
+    }
 }
 
 #[test]
-fn without_any_of_the_three_locks_it_is_caught() {
-    let all = "row-lock,upsert-condition,advisory-lock";
-    is_caught(&[all, all, all], true, &[], "overlap");
+fn without_any_of_the_locks_it_is_caught() {
+    for messages in ["1", "2"] {
+        let mut race = Race { contenders: 2, ..holding_the_row("acquire", messages, -5000) };
+        race.catches("row-lock,counter-lock,upsert-condition,advisory-lock", "overlap");
+    }
 }
 
 #[test]

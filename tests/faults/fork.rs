@@ -77,7 +77,7 @@ fn forker(parent: &Parent) {
         let lock = |n: usize| client.lock_with(&format!("{what}:{n}"), &options).expect("free");
         let (child, kept) = ((0..3).map(lock).collect::<Vec<_>>(), lock(3));
         let advisory = client.try_advisory_lock(&AdvisoryKey::from_text(what)).expect("the server answers");
-        let before: Vec<_> = child.iter().map(|guard| guard.expires_at_ms()).collect();
+        let before: Vec<_> = child.iter().map(syncguard::LockGuard::expires_at_ms).collect();
         let id = kept.lock_id().to_owned();
         // The child's copies, and the parent's own, which live on.
         let (copy, copies) = (client.clone(), child);
@@ -91,7 +91,7 @@ fn forker(parent: &Parent) {
         let renewed =
             || guards.iter().zip(&before).all(|(guard, before)| guard.expires_at_ms() > *before + 500);
         wait_until(LIMIT, "the parent's are renewed", || start.elapsed() > TTL * 3 / 2 && renewed());
-        let held = guards.iter().chain([&kept]).all(|guard| guard.is_held());
+        let held = guards.iter().chain([&kept]).all(syncguard::LockGuard::is_held);
         let session = advisory.as_ref().is_some_and(syncguard::AdvisoryGuard::is_held);
         let released: Vec<_> = guards.into_iter().chain([kept]).map(|guard| guard.release().ok()).collect();
         let all = released.iter().all(|one| *one == Some(ReleaseResult::Released));

@@ -171,7 +171,8 @@ impl Holder<'_> {
     fn guarded(&mut self, key: &str, ttl: Duration) {
         let heartbeat =
             if self.random.below(4) == 0 || !self.fenced { Heartbeat::Off } else { Heartbeat::Auto };
-        let wait = self.operation * 4 / 7;
+        // With all of its time a call has nothing to state beside its statement.
+        let wait = if self.random.below(2) == 0 { self.operation } else { self.operation * 4 / 7 };
         let options = LockOptions::new().ttl(ttl).timeout(wait).heartbeat(heartbeat);
         let result = self.op(
             ("acquire", key, 0, ttl),

@@ -21,12 +21,15 @@ mod disk;
 mod fork;
 mod history;
 mod holder;
+mod late;
 mod page;
 mod pooler;
 mod renewal;
 mod sessions;
 mod storm;
+mod tls;
 mod truth;
+mod waits;
 mod weather;
 mod zombies;
 

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use postgres::NoTls;
-use syncguard::{AcquireResult, ErrorCode, PgLockClient};
+use syncguard::{AcquireResult, ErrorCode, ExtendResult, PgLockClient, ReleaseResult};
 
 use crate::support::standby::standby_of;
 use crate::support::{self, Config, LIMIT, Server, Stop, wait_until};
@@ -49,6 +49,44 @@ fn tables_that_are_made_anew_are_used_by_connections_that_knew_the_old_ones() {
         assert!(!error.is_outcome_unknown());
         PgLockClient::connect(&schema.url()).unwrap();
         assert!(!client.owns(&granted.lock_id).unwrap());
+    }
+}
+
+/// Called often, a statement is one of the driver's, too, which knows its tables by their numbers.
+#[test]
+fn tables_are_made_anew_or_altered_beside_statements_that_are_called_often() {
+    let schema = support::schema();
+    let client = PgLockClient::connect(&schema.url()).unwrap();
+    let mut sql = schema.client();
+    let changes = [
+        "DROP TABLE syncguard_locks, syncguard_fence_counters",
+        "ALTER TABLE syncguard_locks ADD COLUMN extra int, ALTER COLUMN fence TYPE varchar(15)",
+        "VACUUM FULL syncguard_locks",
+        "ALTER TABLE syncguard_locks RENAME TO elsewhere; CREATE TABLE syncguard_locks (LIKE elsewhere INCLUDING ALL)",
+    ];
+    for change in changes {
+        for _ in 0..20 {
+            let granted = grant(&client, "k");
+            assert!(client.owns(&granted.lock_id).unwrap());
+            assert!(matches!(client.extend(&granted.lock_id, TTL), Ok(ExtendResult::Extended { .. })));
+            assert!(client.is_locked("k").unwrap());
+            assert_eq!(client.release(&granted.lock_id).unwrap(), ReleaseResult::Released, "{change}");
+        }
+        sql.batch_execute(change).unwrap();
+        if change.starts_with("DROP") {
+            let error = client.acquire("k", TTL).expect_err("there are no tables");
+            assert_eq!(error.code(), ErrorCode::InvalidArgument, "{error}");
+            PgLockClient::connect(&schema.url()).unwrap();
+        }
+        let granted = grant(&client, "k");
+        assert!(
+            matches!(client.extend(&granted.lock_id, TTL), Ok(ExtendResult::Extended { .. })),
+            "{change}"
+        );
+        assert!(client.is_locked("k").unwrap() && client.owns(&granted.lock_id).unwrap(), "{change}");
+        assert_eq!(client.release(&granted.lock_id).unwrap(), ReleaseResult::Released, "{change}");
+        let left: i64 = sql.query_one("SELECT count(*) FROM syncguard_locks", &[]).unwrap().get(0);
+        assert_eq!(left, 0, "{change}: the new table was used");
     }
 }
 

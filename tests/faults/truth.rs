@@ -6,6 +6,7 @@ use std::time::Duration;
 use postgres::Client;
 use syncguard::{AcquireResult, CancelToken, ExtendResult, PgLockClient, ReleaseResult};
 
+use crate::support::proxy::BOUND;
 use crate::support::{self, Action, LIMIT, Proxy, TestSchema, wait_until};
 
 const TTL: Duration = Duration::from_secs(30);
@@ -46,6 +47,34 @@ impl Bench {
     /// The client as it is, or one with a token, which takes two messages.
     fn form(&self, token: Option<&CancelToken>) -> PgLockClient {
         token.map_or_else(|| self.client.clone(), |token| self.client.cancellable(token))
+    }
+
+    /// Sees to a connection on which every statement has been called often.
+    pub fn settle(&self) {
+        self.proxy.pass_all();
+        let held = self.client.acquire("settled", TTL * 100).expect("the server answers").acquired();
+        for _ in 0..20 {
+            let _ = self.client.acquire("settled", TTL).expect("the server answers");
+            if let Some(held) = &held {
+                let _ = self.client.extend(&held.lock_id, TTL * 100).expect("the server answers");
+            }
+            self.client.release("AAAAAAAAAAAAAAAAAAAAAA").expect("the server answers");
+        }
+        if let Some(held) = held {
+            self.client.release(&held.lock_id).expect("the server answers");
+        }
+    }
+
+    /// Applies the action to the next call of this name by the extended protocol, once.
+    pub fn once_bound(&self, name: &'static str, action: Action) {
+        let mut left = true;
+        self.proxy.on_query(move |sql| {
+            if left && sql.starts_with(name) && sql.ends_with(BOUND) {
+                left = false;
+                return action;
+            }
+            Action::Pass
+        });
     }
 
     /// Sees to a connection that is open and has everything prepared.
@@ -162,6 +191,52 @@ fn a_release_that_is_cut_anywhere_answers_with_the_truth() {
             assert_eq!(bench.row(&key), None, "{message} {action:?}");
         });
         println!("release, {message}: cut at {cut} places");
+    }
+    assert!(unknown > 0, "an answer to a commit was lost");
+}
+
+/// Statements that are called often are called by the driver's own protocol: other messages, which
+/// are cut at other places.
+#[test]
+fn a_statement_that_is_called_often_answers_with_the_truth_wherever_it_is_cut() {
+    let mut bench = Bench::new(Duration::from_secs(5));
+    let mut unknown = 0;
+    for message in ["EXECUTE sg_acquire", "EXECUTE sg_extend", "EXECUTE sg_release"] {
+        let mut n = 0;
+        let cut = sweep(&mut bench, |bench, action| {
+            n += 1;
+            bench.settle();
+            let key = format!("{message}:{n}");
+            let granted = if message == "EXECUTE sg_acquire" {
+                bench.once_bound(message, action);
+                bench.client.acquire(&key, TTL).expect("the network was only cut once")
+            } else {
+                bench.client.acquire(&key, TTL).expect("all is well")
+            };
+            let granted = granted.acquired().expect("nobody else is there");
+            let mut row = Some((granted.lock_id.clone(), granted.expires_at_ms, granted.fence.to_string()));
+            if message == "EXECUTE sg_extend" {
+                bench.once_bound(message, action);
+                let extended = bench.client.extend(&granted.lock_id, TTL * 2).expect("only cut once");
+                let ExtendResult::Extended { expires_at_ms } = extended else {
+                    panic!("{action:?}: it is held")
+                };
+                row = row.map(|(id, _, fence)| (id, expires_at_ms, fence));
+            }
+            if message == "EXECUTE sg_release" {
+                bench.once_bound(message, action);
+                match bench.client.release(&granted.lock_id) {
+                    Ok(ReleaseResult::Released) => {}
+                    Err(error) if error.is_outcome_unknown() => unknown += 1,
+                    other => panic!("{message} {action:?}: {other:?}"),
+                }
+                row = None;
+            }
+            assert_eq!(bench.row(&key), row, "{message} {action:?}");
+            assert_eq!(bench.counter(&key), 1, "{message} {action:?}: a fence was burnt");
+        });
+        println!("{message}, by Bind: cut at {cut} places");
+        assert!(cut > 10, "{message}: {cut}");
     }
     assert!(unknown > 0, "an answer to a commit was lost");
 }

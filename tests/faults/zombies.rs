@@ -78,3 +78,25 @@ fn a_late_release_finds_nothing() {
     walk(&bench);
     assert_eq!(bench.row("k").map(|row| row.0), Some(next.lock_id));
 }
+
+/// The same for messages of the driver's own protocol.
+#[test]
+fn late_calls_of_statements_that_are_called_often_change_nothing() {
+    let mut bench = Bench::new(Duration::from_secs(5));
+    bench.settle();
+    bench.once_bound("EXECUTE sg_acquire", Action::Zombie(None));
+    let first = bench.client.acquire("k", TTL).unwrap().acquired().expect("nobody else is there");
+    bench.client.release(&first.lock_id).unwrap();
+
+    bench.settle();
+    let second = bench.client.acquire("k", TTL).unwrap().acquired().expect("it was released");
+    bench.once_bound("EXECUTE sg_extend", Action::Zombie(None));
+    let _ = bench.client.extend(&second.lock_id, Duration::from_secs(1)).unwrap();
+    let told = bench.client.extend(&second.lock_id, TTL).unwrap();
+    let ExtendResult::Extended { expires_at_ms } = told else { panic!("it is held") };
+    assert_eq!(bench.proxy.count(), 2, "both calls were held back");
+    walk(&bench);
+    let (id, in_the_row, _) = bench.row("k").expect("it is held");
+    assert_eq!((id, bench.counter("k")), (second.lock_id, 2));
+    assert!(in_the_row >= expires_at_ms, "the lease ends {} ms too early", expires_at_ms - in_the_row);
+}

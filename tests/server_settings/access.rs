@@ -1,18 +1,10 @@
 //! Passwords and encryption, on a server that insists on them.
 
-use std::process::Command;
-
 use super::*;
-use openssl::asn1::Asn1Time;
-use openssl::hash::MessageDigest;
-use openssl::pkey::{PKey, Private};
-use openssl::rsa::Rsa;
 use openssl::ssl::{SslConnector, SslMethod};
-use openssl::x509::extension::{BasicConstraints, SubjectAlternativeName};
-use openssl::x509::{X509, X509NameBuilder};
+use openssl::x509::X509;
 use postgres::config::SslMode;
 use postgres_openssl::MakeTlsConnector;
-use support::account::Account;
 use support::{Config, Server, TestSchema};
 use syncguard::{ErrorCode, ReleaseResult};
 
@@ -22,27 +14,6 @@ host all postgres 127.0.0.1/32 trust
 host all password_only 127.0.0.1/32 scram-sha-256
 hostssl all encrypted_only 127.0.0.1/32 scram-sha-256
 ";
-
-/// A certificate for 127.0.0.1 that signs itself.
-fn certificate() -> (X509, PKey<Private>) {
-    let key = PKey::from_rsa(Rsa::generate(2048).unwrap()).unwrap();
-    let mut name = X509NameBuilder::new().unwrap();
-    name.append_entry_by_text("CN", "syncguard test").unwrap();
-    let name = name.build();
-    let mut certificate = X509::builder().unwrap();
-    certificate.set_version(2).unwrap();
-    certificate.set_subject_name(&name).unwrap();
-    certificate.set_issuer_name(&name).unwrap();
-    certificate.set_pubkey(&key).unwrap();
-    certificate.set_not_before(&Asn1Time::days_from_now(0).unwrap()).unwrap();
-    certificate.set_not_after(&Asn1Time::days_from_now(2).unwrap()).unwrap();
-    certificate.append_extension(BasicConstraints::new().ca().build().unwrap()).unwrap();
-    let names =
-        SubjectAlternativeName::new().ip("127.0.0.1").build(&certificate.x509v3_context(None, None)).unwrap();
-    certificate.append_extension(names).unwrap();
-    certificate.sign(&key, MessageDigest::sha256()).unwrap();
-    (certificate.build(), key)
-}
 
 /// A server with a password for each role, and encryption.
 struct Guarded {
@@ -54,20 +25,8 @@ struct Guarded {
 impl Guarded {
     fn start() -> Self {
         let server = Server::start(&Config::new().set("password_encryption", "scram-sha-256"));
-        let (certificate, key) = certificate();
+        let certificate = support::tls::install(&server);
         let data = server.data_dir();
-        let files = [
-            ("server.crt", certificate.to_pem().unwrap()),
-            ("server.key", key.private_key_to_pem_pkcs8().unwrap()),
-        ];
-        for (name, pem) in files {
-            let path = data.join(name);
-            std::fs::write(&path, pem).unwrap();
-            assert!(Command::new("chmod").arg("600").arg(&path).status().unwrap().success());
-            if let Some(owner) = Account::find().unwrap().owner() {
-                assert!(Command::new("chown").arg(owner).arg(&path).status().unwrap().success());
-            }
-        }
         let schema = server.schema();
         let mut admin = schema.client();
         for role in ["password_only", "encrypted_only"] {

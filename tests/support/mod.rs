@@ -56,6 +56,7 @@ pub mod server;
 pub mod session_locks;
 pub mod standby;
 pub mod stored;
+pub mod tls;
 pub mod wait;
 pub mod wire;
 pub mod worker;

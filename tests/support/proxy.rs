@@ -1,10 +1,13 @@
 //! A TCP proxy in front of a server that knows where the protocol's messages begin and end.
 //!
-//! For every simple query (`Q`) that a client sends, and for every call of a prepared statement (`Bind`
-//! to `Sync`, whose text is that of its `Parse`, with "Bind " before it), a rule says what becomes of it and of its answer:
+//! For every query that a client sends, a rule says what becomes of it and of its answer:
 //! cut before, cut within, cut after any number of bytes of the answer, delayed, swallowed, or held
 //! back and delivered after the client has gone (a *zombie*). Beside that the whole network can be
 //! mute (bytes wait, and arrive when it is open again) or refuse connections.
+//!
+//! A query is a simple one (`Q`), or all messages of the extended protocol up to its `Sync`. A rule
+//! sees the latter as `EXECUTE name`, too, if its text was once prepared under that name, with
+//! [`BOUND`] behind it.
 //!
 //! The protocol's framing: <https://www.postgresql.org/docs/current/protocol-overview.html>.
 
@@ -15,6 +18,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
+
+/// Follows the name of a statement that the driver has bound, where rules see it.
+pub const BOUND: &str = " by Bind";
 
 /// What becomes of one query.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -87,6 +93,7 @@ struct State {
     counts: BTreeMap<&'static str, u64>,
     last_answer: usize,
     zombies_over: u64,
+    bound: u64,
 }
 
 /// What is to be done with the answer that is under way.
@@ -117,6 +124,7 @@ impl Proxy {
             counts: BTreeMap::new(),
             last_answer: 0,
             zombies_over: 0,
+            bound: 0,
         };
         let inner = Arc::new(Inner { server, state: Mutex::new(state), changed: Condvar::new() });
         let there = Arc::clone(&inner);
@@ -185,6 +193,11 @@ impl Proxy {
         self.inner.state().counts.clone()
     }
 
+    /// How many calls came by Bind.
+    pub fn bound(&self) -> u64 {
+        self.inner.state().bound
+    }
+
     pub fn count(&self) -> u64 {
         self.inner.state().counts.values().sum()
     }
@@ -227,6 +240,7 @@ impl Inner {
 
     fn decide(&self, sql: &str) -> Action {
         let mut state = self.state();
+        state.bound += u64::from(sql.ends_with(BOUND));
         let action = state.rule.as_mut().map_or(Action::Pass, |rule| rule(sql));
         if action != Action::Pass {
             *state.counts.entry(action.name()).or_default() += 1;
@@ -293,37 +307,13 @@ fn pump_queries(
         let _ = server.shutdown(Shutdown::Both);
         Ok(())
     };
-    let mut first = true;
-    let mut prepared = HashMap::new();
+    let mut queries = Queries::default();
     loop {
-        let frame = read_frame(&mut client, first)?;
+        let (frame, sql) = queries.read(&mut client)?;
         inner.wait_for_network();
-        let (frame, sql) = match frame.first() {
-            Some(b'Q') => {
-                let sql = String::from_utf8_lossy(frame.get(5..).unwrap_or_default()).into_owned();
-                (frame, sql)
-            }
-            Some(b'B') => {
-                let text = prepared.get(&c_string(&frame, 1)).cloned().unwrap_or_default();
-                let mut call = frame;
-                loop {
-                    let next = read_frame(&mut client, false)?;
-                    let last = next.first() == Some(&b'S');
-                    call.extend(next);
-                    if last {
-                        break;
-                    }
-                }
-                (call, format!("Bind {text}"))
-            }
-            kind => {
-                if kind == Some(&b'P') && !first {
-                    prepared.insert(c_string(&frame, 0), c_string(&frame, 1));
-                }
-                first = false;
-                server.write_all(&frame)?;
-                continue;
-            }
+        let Some(sql) = sql else {
+            server.write_all(&frame)?;
+            continue;
         };
         match inner.decide(&sql) {
             Action::CutQueryAt(n) => {
@@ -345,6 +335,7 @@ fn pump_queries(
                 set(Answer::PassSecond);
                 server.write_all(&query("DISCARD ALL"))?;
             }
+            // Within a transaction there is nothing to discard.
             Action::Pass | Action::DiscardAll => set(Answer::Pass),
             Action::DelayAnswer(delay) => set(Answer::Delay(delay)),
             Action::Zombie(delay) => {
@@ -359,12 +350,6 @@ fn pump_queries(
         }
         server.write_all(&frame)?;
     }
-}
-
-/// The text number `n` of a message.
-fn c_string(frame: &[u8], n: usize) -> String {
-    let text = frame.get(5..).unwrap_or_default().split(|byte| *byte == 0).nth(n);
-    String::from_utf8_lossy(text.unwrap_or_default()).into_owned()
 }
 
 /// From server to client; returns when the server has gone.
@@ -412,6 +397,68 @@ fn pump_answers(
             }
         }
     }
+}
+
+/// What one connection has prepared, to know what it calls.
+#[derive(Default)]
+struct Queries {
+    started: bool,
+    /// The texts of simple queries that prepare statements.
+    prepared: String,
+    /// By the driver's names of statements: ours, or the text.
+    parsed: HashMap<String, String>,
+}
+
+impl Queries {
+    /// The next message, or all of them up to a `Sync`, and what it says if it is a query.
+    fn read(&mut self, client: &mut TcpStream) -> io::Result<(Vec<u8>, Option<String>)> {
+        let mut all = read_frame(client, !self.started)?;
+        if !std::mem::replace(&mut self.started, true) {
+            return Ok((all, None));
+        }
+        if all.first() == Some(&b'Q') {
+            let sql = text_at(&all, 5);
+            if sql.contains("PREPARE ") {
+                self.prepared.push_str(&sql);
+            }
+            return Ok((all, Some(sql)));
+        }
+        let mut says = None;
+        let mut frame = all.clone();
+        loop {
+            let name = text_at(&frame, 5);
+            match frame.first() {
+                Some(b'P') => {
+                    let sql = text_at(&frame, 6 + name.len());
+                    says = Some(format!("Parse {sql}"));
+                    let called = self.name_of(&sql).unwrap_or(sql);
+                    self.parsed.insert(name, called);
+                }
+                Some(b'B') => {
+                    let statement = text_at(&frame, 6 + name.len());
+                    let called = self.parsed.get(&statement).map_or("", String::as_str);
+                    says = Some(format!("EXECUTE {called}{BOUND}"));
+                }
+                Some(b'D' | b'E' | b'C') => {}
+                _ => return Ok((all, says)),
+            }
+            frame = read_frame(client, false)?;
+            all.extend_from_slice(&frame);
+        }
+    }
+
+    /// The name under which this text was prepared by a simple query.
+    fn name_of(&self, sql: &str) -> Option<String> {
+        let (before, _) = self.prepared.split_once(&format!(" AS {sql}"))?;
+        let (_, name) = before.rsplit_once("PREPARE ")?;
+        Some(name.split('(').next().unwrap_or(name).to_owned())
+    }
+}
+
+/// The text that ends with a zero.
+fn text_at(frame: &[u8], at: usize) -> String {
+    let text = frame.get(at..).unwrap_or_default().split(|byte| *byte == 0).next().unwrap_or_default();
+    String::from_utf8_lossy(text).into_owned()
 }
 
 /// A simple query as a message.

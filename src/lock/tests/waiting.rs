@@ -340,3 +340,101 @@ fn a_sleep_ends_at_the_timeout_by_itself() {
         assert_eq!(waiter.join().unwrap().unwrap_err().code(), ErrorCode::AcquisitionTimeout);
     }
 }
+
+fn long() -> LockOptions {
+    LockOptions::new().wait_forever().max_retries(1).retry_delay(s(36_000)).jitter(Jitter::None)
+}
+
+#[test]
+fn a_long_wait_is_watched_and_what_is_heard_ends_it() {
+    let (fake, clock) = Fake::manual();
+    fake.occupy("k", s(36_000));
+    let client = client(&fake);
+    let waiter = thread::spawn(move || client.lock_with("k", &long()));
+    eventually("it waits", || fake.count("attempt") == 1);
+    assert_eq!(fake.count("watch"), 0, "a short wait is not worth it");
+    eventually("it has the key watched", || {
+        clock.advance(ms(10));
+        fake.count("watch") == 1
+    });
+    let (key, heard) = guard(&fake.state).watching[0].clone();
+    assert_eq!(key, "k");
+    eventually("the look that was due is over", || {
+        clock.advance(ms(250));
+        fake.count("peek") > 0
+    });
+    // From here on the clock stands still: no look is due by itself, but for one under way.
+    let looks = std::cell::Cell::new(0);
+    eventually("it sleeps", || looks.replace(fake.count("peek")) == looks.get());
+    heard(Heard::Listening);
+    eventually("it looks", || fake.count("peek") > looks.get());
+    assert_eq!(fake.count("attempt"), 1, "and finds the key taken");
+    for n in 2..5 {
+        heard(Heard::Freed);
+        eventually("it asks at once", || fake.count("attempt") == n);
+    }
+    fake.remove("k");
+    assert_eq!(fake.watches_over.load(Ordering::SeqCst), 0);
+    heard(Heard::Freed);
+    assert!(waiter.join().unwrap().unwrap().is_held());
+    assert_eq!(fake.watches_over.load(Ordering::SeqCst), 1, "the watch ends with the wait");
+}
+
+#[test]
+fn only_the_first_of_a_queue_is_watched_for_and_nobody_without_wake_ups() {
+    let (fake, clock) = Fake::manual();
+    fake.occupy("k", s(36_000));
+    let client = client(&fake);
+    let lock = |options: LockOptions| {
+        let client = client.clone();
+        thread::spawn(move || client.lock_with("k", &options))
+    };
+    let deaf = lock(long().wake_ups(false));
+    eventually("it waits", || fake.count("attempt") == 1);
+    let seconds = [lock(long()), lock(long())];
+    eventually("they queue", || client.engine().queue.waiting("k") == 3);
+    for _ in 0..20 {
+        clock.advance(ms(100));
+    }
+    assert_eq!(fake.count("watch"), 0);
+    fake.remove("k");
+    client.wake_waiter("k");
+    let first = deaf.join().unwrap().unwrap();
+    eventually("the next has the key watched", || {
+        clock.advance(ms(10));
+        fake.count("watch") == 1
+    });
+    drop(first);
+    for second in seconds {
+        drop(second.join().unwrap().unwrap());
+    }
+    assert!(fake.count("watch") <= 2);
+}
+
+#[test]
+fn a_backend_that_cannot_watch_is_asked_again_later() {
+    let (fake, clock) = Fake::manual();
+    fake.occupy("k", s(36_000));
+    fake.script("watch", [Script::No, Script::No]);
+    let client = client(&fake);
+    let waiter = thread::spawn(move || client.lock_with("k", &long()));
+    eventually("it is asked", || {
+        clock.advance(ms(10));
+        fake.count("watch") == 1
+    });
+    let before = fake.count("peek");
+    eventually("it looks", || {
+        clock.advance(ms(10));
+        fake.count("peek") >= before + 3
+    });
+    eventually("it is asked again, until it can", || {
+        clock.advance(ms(250));
+        fake.count("watch") == 3
+    });
+    let looks = fake.count("peek") - before;
+    assert!(looks > 4, "not at every look: {looks}");
+    fake.remove("k");
+    let heard = guard(&fake.state).watching[0].1.clone();
+    heard(Heard::Freed);
+    assert!(waiter.join().unwrap().unwrap().is_held());
+}

@@ -1,0 +1,354 @@
+//! Calls between processes: a release calls those who wait for the key elsewhere, if there are any.
+//!
+//! A client with a waiter that has waited for a while *listens*: on one connection of its own it does
+//! `LISTEN` once, and holds a **shared** advisory lock on the key's number, in a class of its own,
+//! which says no more than "somebody listens for this key". A release tries the same lock
+//! **exclusively**, in the statement that deletes the row: if it gets it, nobody listens and nothing
+//! is sent (a notification has all commits of a database wait in line, so it is not to be had for
+//! nothing); if not, it notifies
+//! (<https://www.postgresql.org/docs/current/sql-notify.html>).
+//!
+//! 1. Latency, never correctness: with the listener dead, mute or never opened, everything works as
+//!    without it, by looking.
+//! 2. Nobody waits for anybody: both sides *try*. A listener that is refused has met a release under
+//!    way, and tries again.
+//! 3. No release falls between: a release whose try came before the registration keeps its lock
+//!    until its transaction has ended, so a look after the registration sees the key free; one whose
+//!    try comes after it notifies. Therefore a watcher is told [`Heard::Listening`] when its key is
+//!    registered, and looks.
+//! 4. A notification carries a number, never a key. Two keys with one number, and a process that is
+//!    gone or stopped and is still registered, cost needless calls.
+//! 5. Before anything is taken or listened for, two sessions must have shown that they keep to their
+//!    server processes: behind a pooler that shares sessions, both would stay with a stranger. Then
+//!    the one must hear the other's call. Where that fails there is only looking.
+//! 6. The thread opens, registers and listens; it alone uses the connection. It ends when nobody has
+//!    watched for [`IDLE`], or with the client: the token that says so cuts the connection, whatever
+//!    the server does.
+//! 7. No mutex is held while the server is asked or a watcher is called.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::backend::{Heard, OnHeard, Watch};
+use crate::cancel::CancelToken;
+use crate::postgres::connect::Connector;
+use crate::postgres::listen::{Fault, Line, Listener};
+
+/// The most keys that one client listens for: each takes a place in the server's table of locks.
+const MAX_KEYS: usize = 256;
+
+/// How long a key stays registered after its last watcher has gone: the next is often there already.
+const LINGER: Duration = Duration::from_millis(250);
+
+/// How long the connection is kept while nobody watches anything.
+const IDLE: Duration = Duration::from_secs(5);
+
+/// How long the thread listens before it looks what else there is to do.
+const SLICE: Duration = Duration::from_millis(50);
+
+/// The same while a key waits to be registered that was refused a moment ago.
+const SHORT_SLICE: Duration = Duration::from_millis(2);
+
+/// How long a failure keeps the thread from the next attempt, at first and at most.
+const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
+
+/// The same where calls cannot work: a pooler, a standby, a server without them.
+const RETRY_ELSEWHERE: Duration = Duration::from_secs(600);
+
+/// How long closing waits for the thread, which has nothing to wait for then.
+const CLOSING: Duration = Duration::from_secs(1);
+
+/// The watches of one client. Dropping it ends them.
+pub(crate) struct Wakes(Arc<Shared>);
+
+struct Shared {
+    line: Line,
+    process: u32,
+    desk: Mutex<Desk>,
+    ring: Condvar,
+}
+
+#[derive(Default)]
+struct Desk {
+    keys: HashMap<Arc<str>, Entry>,
+    next: u64,
+    watchers: usize,
+    /// Since when there is no watcher.
+    idle_since: Option<Instant>,
+    running: bool,
+    retry_at: Option<Instant>,
+}
+
+#[derive(Default)]
+struct Entry {
+    watchers: Vec<(u64, OnHeard)>,
+    /// The key's number, once it is registered.
+    number: Option<i32>,
+    idle_since: Option<Instant>,
+}
+
+/// One watcher's place.
+struct Place {
+    shared: Arc<Shared>,
+    key: Arc<str>,
+    id: u64,
+}
+
+/// What the thread is to do next.
+struct Work {
+    register: Vec<Arc<str>>,
+    unregister: Vec<i32>,
+}
+
+impl Wakes {
+    pub(crate) fn new(connector: Connector, operation_timeout: Duration) -> Self {
+        Self(Arc::new(Shared {
+            line: Line { connector, limit: operation_timeout, over: CancelToken::new() },
+            process: std::process::id(),
+            desk: Mutex::default(),
+            ring: Condvar::new(),
+        }))
+    }
+
+    /// Watches the key that is stored under this name. See [`LockBackend::watch`](crate::LockBackend::watch).
+    pub(crate) fn watch(&self, storage_key: &str, heard: &OnHeard) -> Option<Box<dyn Watch>> {
+        let shared = &self.0;
+        // After a fork the thread is the parent's.
+        if shared.process != std::process::id() || shared.line.over.is_cancelled() {
+            return None;
+        }
+        let key: Arc<str> = storage_key.into();
+        let mut desk = shared.desk();
+        let resting = desk.retry_at.is_some_and(|at| Instant::now() < at);
+        let full = desk.keys.len() >= MAX_KEYS && !desk.keys.contains_key(&key);
+        if full || (resting && !desk.running) {
+            return None;
+        }
+        let id = desk.next;
+        desk.next += 1;
+        desk.watchers += 1;
+        desk.idle_since = None;
+        let entry = desk.keys.entry(Arc::clone(&key)).or_default();
+        entry.watchers.push((id, Arc::clone(heard)));
+        entry.idle_since = None;
+        let listening = entry.number.is_some();
+        let start = !std::mem::replace(&mut desk.running, true);
+        drop(desk);
+        let place = Place { shared: Arc::clone(shared), key, id };
+        if start {
+            let there = Arc::clone(shared);
+            let thread = std::thread::Builder::new().name("syncguard-wake".into());
+            if thread.spawn(move || run(&there)).is_err() {
+                shared.desk().running = false;
+                return None;
+            }
+        }
+        if listening {
+            heard(Heard::Listening);
+        }
+        Some(Box::new(place))
+    }
+
+    /// Ends the thread and its connection, and waits until that is done, but not for long.
+    pub(crate) fn close(&self) {
+        self.end();
+        let end = Instant::now() + CLOSING;
+        let mut desk = self.0.desk();
+        while desk.running {
+            let left = end.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                log::debug!("the thread that listens for releases is still busy");
+                return;
+            }
+            desk = self.0.ring.wait_timeout(desk, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    fn end(&self) {
+        if self.0.process == std::process::id() {
+            self.0.line.over.cancel();
+            // Taken and let go: the thread is either before its check or in its wait.
+            drop(self.0.desk());
+            self.0.ring.notify_all();
+        }
+    }
+}
+
+impl Drop for Wakes {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+impl Watch for Place {
+    fn is_listening(&self) -> bool {
+        self.shared.desk().keys.get(&self.key).is_some_and(|entry| entry.number.is_some())
+    }
+}
+
+impl Drop for Place {
+    /// Only the thread unregisters, a moment later.
+    fn drop(&mut self) {
+        let mut desk = self.shared.desk();
+        let now = Instant::now();
+        if let Some(entry) = desk.keys.get_mut(&self.key) {
+            entry.watchers.retain(|(id, _)| *id != self.id);
+            if entry.watchers.is_empty() {
+                entry.idle_since = Some(now);
+            }
+        }
+        desk.watchers -= 1;
+        if desk.watchers > 0 {
+            return;
+        }
+        desk.idle_since = Some(now);
+        if !desk.running {
+            desk.keys.clear();
+        }
+        drop(desk);
+        // A thread that waits for the next attempt has nothing to wait for.
+        self.shared.ring.notify_all();
+    }
+}
+
+impl Shared {
+    fn desk(&self) -> MutexGuard<'_, Desk> {
+        self.desk.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until there is a reason to connect. False if the thread is not needed any more.
+    fn wait_until_wanted(&self) -> bool {
+        let mut desk = self.desk();
+        loop {
+            desk.keys.retain(|_, entry| !entry.watchers.is_empty());
+            if desk.watchers == 0 || self.line.over.is_cancelled() {
+                desk.running = false;
+                drop(desk);
+                self.ring.notify_all();
+                return false;
+            }
+            let rest =
+                desk.retry_at.map_or(Duration::ZERO, |at| at.saturating_duration_since(Instant::now()));
+            if rest.is_zero() {
+                return true;
+            }
+            desk = self.ring.wait_timeout(desk, rest.min(IDLE)).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Notes that nothing is registered any more, and when the next attempt may be made.
+    fn rest(&self, wait: Option<Duration>) {
+        let mut desk = self.desk();
+        desk.retry_at = wait.map(|wait| Instant::now() + wait);
+        for entry in desk.keys.values_mut() {
+            entry.number = None;
+        }
+    }
+
+    /// What is to be registered and what not any more; `None` when the connection is not needed any more.
+    fn work(&self) -> Option<Work> {
+        let mut desk = self.desk();
+        let now = Instant::now();
+        let idle = desk.idle_since.is_some_and(|since| now.saturating_duration_since(since) >= IDLE);
+        if idle || self.line.over.is_cancelled() {
+            return None;
+        }
+        let mut unregister = Vec::new();
+        desk.keys.retain(|_, entry| {
+            let gone = entry.idle_since.is_some_and(|since| now.saturating_duration_since(since) >= LINGER);
+            if gone {
+                unregister.extend(entry.number);
+            }
+            !gone
+        });
+        let unregistered = desk.keys.iter().filter(|(_, entry)| entry.number.is_none());
+        Some(Work { register: unregistered.map(|(key, _)| Arc::clone(key)).collect(), unregister })
+    }
+
+    /// Calls the watchers of what was registered. Whether all of it was.
+    fn registered(&self, keys: &[Arc<str>], numbers: &[Option<i32>]) -> bool {
+        let mut calls = Vec::new();
+        {
+            let mut desk = self.desk();
+            for (key, number) in keys.iter().zip(numbers) {
+                // Only the thread takes entries out: what was granted is still in it.
+                if let (Some(entry), Some(_)) = (desk.keys.get_mut(key), number) {
+                    entry.number = *number;
+                    calls.extend(entry.watchers.iter().map(|(_, heard)| Arc::clone(heard)));
+                }
+            }
+        }
+        calls.iter().for_each(|heard| heard(Heard::Listening));
+        numbers.iter().all(Option::is_some)
+    }
+
+    /// Calls the watchers of every key with one of these numbers.
+    fn freed(&self, numbers: &HashSet<i32>) {
+        let calls: Vec<OnHeard> = {
+            let desk = self.desk();
+            let heard = |entry: &&Entry| entry.number.is_some_and(|number| numbers.contains(&number));
+            let all = desk.keys.values().filter(heard).flat_map(|entry| &entry.watchers);
+            all.map(|(_, heard)| Arc::clone(heard)).collect()
+        };
+        calls.iter().for_each(|heard| heard(Heard::Freed));
+    }
+}
+
+/// Should a watcher panic, the next one starts a new thread.
+struct Ended<'a>(&'a Shared);
+
+impl Drop for Ended<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.rest(Some(RETRY.1));
+            self.0.desk().running = false;
+            self.0.ring.notify_all();
+        }
+    }
+}
+
+fn run(shared: &Shared) {
+    let _ended = Ended(shared);
+    let mut wait = RETRY.0;
+    while shared.wait_until_wanted() {
+        let outcome = Listener::open(&shared.line).and_then(|listener| {
+            wait = RETRY.0;
+            serve(shared, listener)
+        });
+        let rest = match outcome {
+            Ok(()) => None,
+            Err(Fault::Elsewhere(error)) => {
+                log::debug!("releases in other processes are not heard here: {}", error.chain());
+                Some(RETRY_ELSEWHERE)
+            }
+            Err(Fault::Now(error)) => {
+                log::debug!("releases in other processes are not heard for now: {}", error.chain());
+                let longer = (wait * 2).min(RETRY.1);
+                Some(std::mem::replace(&mut wait, longer))
+            }
+        };
+        shared.rest(rest);
+    }
+}
+
+/// Registers, listens and calls, until nobody needs it any more.
+fn serve(shared: &Shared, mut listener: Listener<'_>) -> Result<(), Fault> {
+    while let Some(work) = shared.work() {
+        let mut slice = SLICE;
+        if !work.unregister.is_empty() {
+            listener.unregister(&work.unregister)?;
+        }
+        if !work.register.is_empty() {
+            let numbers = listener.register(&work.register)?;
+            if !shared.registered(&work.register, &numbers) {
+                slice = SHORT_SLICE;
+            }
+        }
+        let numbers = listener.listen(slice)?;
+        shared.freed(&numbers);
+    }
+    // It says goodbye by itself, and its session takes what is registered with it.
+    listener.leave();
+    Ok(())
+}
