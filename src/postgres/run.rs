@@ -160,26 +160,24 @@ impl PostgresBackend {
     }
 }
 
-/// Ends a server process if it is idle, or still busy with this lease. What it is busy with shows only
-/// as far as the server keeps it (`track_activity_query_size`, 1 kB), so the lease's id may be cut
-/// away by long keys or many leases; and a statement that the driver has prepared is shown without
-/// its values. There the beginning of the message, or the text of the statement, tells that it is ours.
-/// (Only sessions that began with our own settings use the driver's statements, so none behind a
-/// pooler that could have given the busy process to somebody else.)
+/// Ends a server process if it is idle, or still busy with this very message.
+///
+/// What it is busy with shows only as far as the server keeps it (`track_activity_query_size`, 1 kB),
+/// and of a statement that the driver has prepared without the values. So it is our message if it
+/// names the lease, if it is the whole text, or if it was cut where the server cuts and our text
+/// begins with it. Behind a pooler that has given the process to somebody else it is none of these.
 fn end_query(process: &Backend, lock_id: &str) -> Option<String> {
-    let (mut started, mut id) = (String::new(), String::new());
+    let (mut started, mut id, mut text) = (String::new(), String::new(), String::new());
     push_quoted(&process.started, &mut started).ok()?;
     push_quoted(lock_id, &mut id).ok()?;
-    let mut called = String::new();
-    if let Some(text) = &process.called {
-        called.push_str(" OR (a.query <> '' AND pg_catalog.starts_with(");
-        push_quoted(text, &mut called).ok()?;
-        called.push_str(", a.query))");
-    }
+    push_quoted(process.called.as_deref().unwrap_or_default(), &mut text).ok()?;
+    // A cut text may be a few bytes shorter, so that no character is cut in two.
     Some(format!(
         "SELECT pg_catalog.pg_terminate_backend(a.pid) FROM pg_catalog.pg_stat_activity AS a \
          WHERE a.pid = {} AND a.backend_start::pg_catalog.text = {started} \
-         AND (a.state = 'idle' OR pg_catalog.strpos(a.query, {id}) > 0{called})",
+         AND (a.state = 'idle' OR pg_catalog.strpos(a.query, {id}) > 0 OR (a.query <> '' AND (a.query = {text} OR \
+           (pg_catalog.octet_length(a.query) >= pg_catalog.pg_size_bytes(\
+              pg_catalog.current_setting('track_activity_query_size')) - 8 AND pg_catalog.starts_with({text}, a.query)))))",
         process.pid
     ))
 }
