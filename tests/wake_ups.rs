@@ -254,6 +254,32 @@ fn every_watcher_of_a_process_is_called_over_one_connection() {
 }
 
 #[test]
+fn no_release_falls_between_the_registration_and_the_look() {
+    let place = place();
+    let other = place.named("waiter");
+    support::together(4, |thread| {
+        for round in 0..25_usize {
+            let key = place.key(&format!("{thread}-{round}"));
+            let guard = place.client.lock(&key).unwrap();
+            let (watch, heard) = watched(&other, &key);
+            thread::scope(|scope| {
+                // At any moment of the registration, which takes at most one of the thread's rounds.
+                let pause = Duration::from_micros((thread + 4 * round) as u64 * 600);
+                scope.spawn(move || {
+                    thread::sleep(pause);
+                    drop(guard);
+                });
+                assert_eq!(heard.recv_timeout(LIMIT), Ok(Heard::Listening));
+                if other.is_locked(&key).unwrap() {
+                    assert_eq!(heard.recv_timeout(LIMIT), Ok(Heard::Freed), "pause {pause:?}");
+                }
+            });
+            drop(watch);
+        }
+    });
+}
+
+#[test]
 fn a_watch_that_comes_when_the_key_is_registered_already_looks_once() {
     let place = place();
     let other = place.named("waiter");

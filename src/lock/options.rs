@@ -145,8 +145,10 @@ impl LockOptions {
     ///
     /// The first waiter of a key in this process then looks at it between two attempts, with one
     /// plain read that locks and writes nothing: every 5 ms at first, later at every sixteenth of
-    /// the time waited so far, and at least every 250 ms. Looks are not attempts. With `false` only
-    /// the back-off and releases in this process end a wait.
+    /// the time waited so far, and at least every 250 ms. Looks are not attempts. After 30 ms the
+    /// backend is asked to tell when the key is let go, if it can
+    /// ([`LockBackend::watch`](crate::LockBackend::watch)); while it can, looks are rarer. With
+    /// `false` only the back-off and releases in this process end a wait.
     pub fn wake_ups(mut self, wake_ups: bool) -> Self {
         self.only_backoff = !wake_ups;
         self

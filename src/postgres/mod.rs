@@ -9,7 +9,7 @@
 //! | `sql`, `schema` | every SQL text; the tables and how they come to be |
 //! | `acquire`, `release`, `extend`, `read` | the operations |
 //! | `operator` | what operators see and may do |
-//! | `wake`, `processes` | calls between processes; whether sessions keep to theirs |
+//! | `wake`, `listen`, `processes` | calls between processes; whether sessions keep to theirs |
 //! | `error` | SQLSTATE to error code |
 //!
 //! The one loop around all of them is [`PostgresBackend::run`]: it replaces stale connections as
@@ -20,6 +20,7 @@ mod connect;
 pub(crate) mod error;
 mod extend;
 mod link;
+mod listen;
 mod operator;
 mod pool;
 mod processes;

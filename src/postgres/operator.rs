@@ -17,11 +17,11 @@ use crate::model::fence::{FENCE_MAX, Fence};
 use crate::model::hash::hash_key;
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::postgres::error::{Trouble, is_uncallable};
+use crate::postgres::listen::call_waiters;
 use crate::postgres::row::{Row, int, malformed, required, text};
 use crate::postgres::session::Session;
 use crate::postgres::sql::{CLOCK, live};
 use crate::postgres::statement::{Arg, Message, Statement};
-use crate::postgres::wake::call_waiters;
 use crate::postgres::{Fault, Located, PostgresBackend};
 
 /// How long a lease must be over before clean-up may delete its row, in milliseconds after its

@@ -160,15 +160,26 @@ impl PostgresBackend {
     }
 }
 
-/// Ends a server process if it is idle, or still busy with this lease.
+/// Ends a server process if it is idle, or still busy with this lease. What it is busy with shows only
+/// as far as the server keeps it (`track_activity_query_size`, 1 kB), so the lease's id may be cut
+/// away by long keys or many leases; and a statement that the driver has prepared is shown without
+/// its values. There the beginning of the message, or the text of the statement, tells that it is ours.
+/// (Only sessions that began with our own settings use the driver's statements, so none behind a
+/// pooler that could have given the busy process to somebody else.)
 fn end_query(process: &Backend, lock_id: &str) -> Option<String> {
     let (mut started, mut id) = (String::new(), String::new());
     push_quoted(&process.started, &mut started).ok()?;
     push_quoted(lock_id, &mut id).ok()?;
+    let mut called = String::new();
+    if let Some(text) = &process.called {
+        called.push_str(" OR (a.query <> '' AND pg_catalog.starts_with(");
+        push_quoted(text, &mut called).ok()?;
+        called.push_str(", a.query))");
+    }
     Some(format!(
         "SELECT pg_catalog.pg_terminate_backend(a.pid) FROM pg_catalog.pg_stat_activity AS a \
          WHERE a.pid = {} AND a.backend_start::pg_catalog.text = {started} \
-         AND (a.state = 'idle' OR pg_catalog.strpos(a.query, {id}) > 0)",
+         AND (a.state = 'idle' OR pg_catalog.strpos(a.query, {id}) > 0{called})",
         process.pid
     ))
 }

@@ -8,9 +8,9 @@
 use sha2::{Digest, Sha256};
 
 use crate::error::{LockError, Result};
+use crate::postgres::listen::MAY_CALL;
 use crate::postgres::sql::EQ;
 use crate::postgres::statement::push_quoted;
-use crate::postgres::wake::MAY_CALL;
 
 /// The DDL, for the default names.
 const SCHEMA_SQL: &str = include_str!("../../schema.sql");

@@ -48,6 +48,8 @@ pub(crate) struct Session<'a> {
     backend: Option<Arc<Backend>>,
     /// See [`Memo::settled_ms`].
     settled_ms: Option<u64>,
+    /// See [`Backend::called`].
+    called: Option<String>,
 }
 
 /// The rows of one message, by statement.
@@ -83,6 +85,7 @@ impl<'a> Session<'a> {
             in_transaction: false,
             backend: None,
             settled_ms: None,
+            called: None,
         }
     }
 
@@ -111,6 +114,7 @@ impl<'a> Session<'a> {
             Some(row) => Some(Arc::new(Backend {
                 pid: i32::try_from(required(int(row, 0)?)?).map_err(|_| malformed())?,
                 started: required(text(row, 1)?)?.to_owned(),
+                called: None,
             })),
             None => None,
         };
@@ -282,7 +286,11 @@ impl<'a> Session<'a> {
 
     /// The server process at the other end, as far as it is known; also when the connection is gone.
     pub(crate) fn backend(&self) -> Option<Arc<Backend>> {
-        self.backend.clone()
+        let backend = self.backend.clone()?;
+        match &self.called {
+            Some(text) => Some(Arc::new(Backend { called: Some(text.clone()), ..(*backend).clone() })),
+            None => Some(backend),
+        }
     }
 
     /// Closes the connection.
@@ -328,6 +336,9 @@ impl<'a> Session<'a> {
             }
         };
         let rows = self.round_trip(commits, |client| client.query(&handle, &Arg::parameters(args)));
+        if rows.is_err() {
+            self.called = Some(statement.text().to_owned());
+        }
         let rows = self.noticed(rows)?;
         Ok(Answers(vec![rows.into_iter().map(Row::Typed).collect()]))
     }
@@ -354,8 +365,13 @@ impl<'a> Session<'a> {
     fn simple(&mut self, message: &Message<'_>, commits: bool) -> Result<Answers, Failed> {
         let connection = self.connection().map_err(Trouble::Refused)?;
         let text = message.text(connection.memo().plain).map_err(Trouble::Refused)?;
-        let answers = self.round_trip(commits, |client| client.simple_query(&text))?;
-        Ok(Answers(by_statement(answers)))
+        match self.round_trip(commits, |client| client.simple_query(&text)) {
+            Ok(answers) => Ok(Answers(by_statement(answers))),
+            Err(failed) => {
+                self.called = Some(text);
+                Err(failed)
+            }
+        }
     }
 
     /// One round trip.

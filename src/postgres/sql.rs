@@ -26,9 +26,9 @@
 use crate::error::Result;
 use crate::model::fence::{FENCE_MAX, Fence};
 use crate::model::time::TIME_TOLERANCE_MS;
+use crate::postgres::listen::call_waiters;
 use crate::postgres::schema::Tables;
 use crate::postgres::statement::{Statement, push_quoted};
-use crate::postgres::wake::call_waiters;
 
 /// Operators by their full names.
 pub(crate) const EQ: &str = "OPERATOR(pg_catalog.=)";

@@ -287,6 +287,9 @@ pub(crate) fn settled_options(limit_ms: u64) -> String {
 pub(crate) struct Backend {
     pub(crate) pid: i32,
     pub(crate) started: String,
+    /// The text of the message that failed last. The server shows as much of it as fits; where the
+    /// driver prepared the statement, that is the statement's text, without the values.
+    pub(crate) called: Option<String>,
 }
 
 impl Memo {

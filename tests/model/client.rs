@@ -46,6 +46,12 @@ fn transaction(config: &Config, state: &State, at: usize, out: &mut Vec<Event>) 
         }
         None => {}
     }
+    if tx.pc == Pc::TryQueue && tx.seen_counter {
+        // The end of a fenced transaction is no reason for its mark to go.
+        let mut next = *state;
+        next.txs[at].end(Outcome::Nothing);
+        push(("finds a counter that somebody had locked once", next, None));
+    }
     if !heard {
         let mut next = *state;
         next.txs[at] = Tx::default();
@@ -110,7 +116,8 @@ fn caller(config: &Config, state: &State, owner: usize, out: &mut Vec<Event>) {
                 let mut next = *state;
                 let this = &mut next.clients[owner];
                 (this.phase, this.deadline, this.doubted) = (Phase::Releasing, 0, false);
-                send(&mut next, owner, Kind::Release, two_messages, Ear::Caller, client.id);
+                let kind = if two_messages { Kind::Release } else { Kind::ReleaseLive };
+                send(&mut next, owner, kind, two_messages, Ear::Caller, client.id);
                 push(
                     if two_messages { "releases, in two messages" } else { "releases, in one message" },
                     next,
@@ -136,7 +143,7 @@ fn caller(config: &Config, state: &State, owner: usize, out: &mut Vec<Event>) {
         Phase::ReleaseDoubt => {
             let mut next = *state;
             next.clients[owner].phase = Phase::Releasing;
-            send(&mut next, owner, Kind::Release, false, Ear::Caller, client.id);
+            send(&mut next, owner, Kind::ReleaseLive, false, Ear::Caller, client.id);
             push("releases again", next, client.id);
             let mut next = *state;
             next.clients[owner].defer(client.id, false);
@@ -153,7 +160,8 @@ fn begin_acquire(config: &Config, state: &mut State, owner: usize, two_messages:
     let id = u8::try_from(owner).expect("few clients") * IDS + number + 1;
     client.acquires -= 1;
     (client.phase, client.id, client.sent, client.doubted) = (Phase::Acquiring, id, TTL, false);
-    send(state, owner, Kind::Acquire, two_messages, Ear::Caller, id);
+    let kind = if two_messages { Kind::Acquire } else { Kind::Absent };
+    send(state, owner, kind, two_messages, Ear::Caller, id);
     id
 }
 
@@ -196,7 +204,7 @@ fn worker(config: &Config, state: &State, owner: usize, out: &mut Vec<Event>) {
     let mut push = |label, state: State, id| out.push(Event { client: name, id, label, state, fault: None });
     for deferred in client.deferred.iter().filter(|deferred| deferred.id != 0) {
         let mut next = *state;
-        send(&mut next, owner, Kind::Release, false, Ear::Worker, deferred.id);
+        send(&mut next, owner, Kind::ReleaseLive, false, Ear::Worker, deferred.id);
         push("'s worker releases", next, deferred.id);
     }
     if client.believes() && client.extends > 0 {
@@ -222,10 +230,15 @@ fn answer(config: &Config, state: &State, at: usize) -> Stepped {
         return ("has the first answer and sends the second message", next, None);
     }
     next.txs[at] = Tx::default();
+    if tx.out == Outcome::Nothing {
+        let kind = if tx.kind == Some(Kind::Absent) { Kind::Acquire } else { Kind::Release };
+        send(&mut next, usize::from(tx.owner), kind, false, tx.ear, tx.id);
+        return ("is told: nothing was changed, and sends the careful statement", next, None);
+    }
     let client = &mut next.clients[usize::from(tx.owner)];
     let mut fault = None;
     let label = match (tx.kind.unwrap_or_default(), tx.ear) {
-        (Kind::Acquire | Kind::Read, _) => return acquired(config, next, tx),
+        (Kind::Acquire | Kind::Absent | Kind::Read, _) => return acquired(config, next, tx),
         (Kind::Extend, Ear::Caller) => {
             // Until the grant's own deadline its row cannot have been taken over. After it, a late
             // message of the same acquire may have been granted again, with another fence.
@@ -258,7 +271,7 @@ fn answer(config: &Config, state: &State, at: usize) -> Stepped {
                 _ => "is told: nothing new",
             }
         }
-        (Kind::Release, Ear::Worker) => {
+        (Kind::Release | Kind::ReleaseLive, Ear::Worker) => {
             let deferred = client.deferred.iter().find(|deferred| deferred.id == tx.id);
             let wait = deferred.is_some_and(|deferred| deferred.may_arrive) && tx.out == Outcome::NotHeld;
             if tx.out != Outcome::Refused && !wait {
@@ -266,7 +279,7 @@ fn answer(config: &Config, state: &State, at: usize) -> Stepped {
             }
             "'s worker has its answer"
         }
-        (Kind::Release, _) => {
+        (Kind::Release | Kind::ReleaseLive, _) => {
             match (tx.out, client.doubted) {
                 (Outcome::Refused, true) => client.phase = Phase::ReleaseDoubt,
                 (Outcome::Refused, false) => {
@@ -342,7 +355,7 @@ fn lose(config: &Config, next: &mut State, at: usize) {
     let client = &mut next.clients[usize::from(tx.owner)];
     match (tx.kind.unwrap_or_default(), tx.ear) {
         (_, Ear::Worker | Ear::Nobody) => {}
-        (Kind::Acquire | Kind::Read, _) => {
+        (Kind::Acquire | Kind::Absent | Kind::Read, _) => {
             if unsure || client.doubted {
                 (client.phase, client.doubted) = (Phase::Doubt, true);
             } else {
@@ -354,7 +367,7 @@ fn lose(config: &Config, next: &mut State, at: usize) {
             client.defer(tx.id, false);
             idle(client);
         }
-        (Kind::Release, _) => {
+        (Kind::Release | Kind::ReleaseLive, _) => {
             if unsure || client.doubted {
                 (client.phase, client.doubted) = (Phase::ReleaseDoubt, true);
             } else {

@@ -6,7 +6,11 @@
 pub(crate) enum Kind {
     #[default]
     Acquire,
+    /// What an acquire in one message tries first: the grant of a key without a row.
+    Absent,
     Release,
+    /// What a release in one message tries first: the end of a live lease.
+    ReleaseLive,
     Extend,
     Renew,
     /// Work on the register behind the fence check.
@@ -42,6 +46,16 @@ pub(crate) struct Mutation {
     pub(crate) freshen_blindly: bool,
     /// `FOR KEY SHARE` instead of `FOR SHARE`.
     pub(crate) key_share: bool,
+    /// The grant of a key without a row overwrites a row that has come since its look.
+    pub(crate) absent_overwrites: bool,
+    /// The same grant commits the counter without the row.
+    pub(crate) absent_burns: bool,
+    /// The same grant does not queue.
+    pub(crate) absent_unqueued: bool,
+    /// The end of a live lease is judged when it is found, and not again after the wait.
+    pub(crate) judged_once: bool,
+    /// The end of a live lease is told as such when it changed nothing.
+    pub(crate) released_blindly: bool,
 }
 
 #[derive(Clone, Copy)]
@@ -105,6 +119,11 @@ impl Config {
                 unfenced: false,
                 key_share: false,
                 freshen_blindly: false,
+                absent_overwrites: false,
+                absent_burns: false,
+                absent_unqueued: false,
+                judged_once: false,
+                released_blindly: false,
             },
         }
     }

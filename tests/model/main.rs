@@ -12,6 +12,7 @@
 mod client;
 mod config;
 mod explore;
+mod fast;
 mod mutations;
 mod protocol;
 mod server;

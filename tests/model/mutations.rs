@@ -107,6 +107,46 @@ fn a_late_first_message_gives_the_extend_before_the_hand_out_another_lease() {
     is_caught("handed out after an extend, whatever its fence", &config, "1: a client holds a lease");
 }
 
+#[test]
+fn a_grant_for_a_key_without_a_row_that_overwrites_takes_a_live_lease_over() {
+    let mutation = Mutation { absent_overwrites: true, no_advisory_lock: true, ..NONE };
+    is_caught("no DO NOTHING, a client that does not queue", &two(mutation), "3:");
+}
+
+/// The look may be older than the advisory lock: the queue alone does not keep the row absent.
+#[test]
+fn the_queue_does_not_stand_in_for_do_nothing() {
+    is_caught("no DO NOTHING", &two(Mutation { absent_overwrites: true, ..NONE }), "3:");
+}
+
+#[test]
+fn a_grant_for_a_key_without_a_row_that_fails_by_halves_burns_a_fence() {
+    let mutation = Mutation { absent_burns: true, ..NONE };
+    is_caught("absent: not all or nothing", &two(mutation), "2: a fence is burnt");
+}
+
+/// Its place in the queue is fairness and fewer failed messages, not exclusion.
+#[test]
+fn a_grant_for_a_key_without_a_row_need_not_queue_for_exclusion() {
+    holds("absent: unqueued", &two(Mutation { absent_unqueued: true, ..NONE }));
+}
+
+#[test]
+fn a_release_that_is_judged_before_its_wait_alone_succeeds_on_a_lease_that_is_over() {
+    let mutation = Mutation { judged_once: true, ..NONE };
+    is_caught(
+        "live release: judged once",
+        &Config { extends: 1, ..two(mutation) },
+        "5: an operation on a lease that is over",
+    );
+}
+
+#[test]
+fn a_release_that_changed_nothing_is_no_release() {
+    let mutation = Mutation { released_blindly: true, ..NONE };
+    is_caught("live release: told blindly", &two(mutation), "5: Released, and nothing");
+}
+
 /// Not a mutation but a limit: what a message leaves that arrives after everybody stopped waiting.
 #[test]
 fn a_message_that_is_late_enough_leaves_a_lease_until_its_ttl_is_over() {

@@ -12,10 +12,10 @@ use crate::state::{CounterLock, Ear, Outcome, Pc, Phase, Row, RowWrite, State, T
 /// What a step leads to: the next state, and what it broke.
 pub(crate) type Stepped = (&'static str, State, Option<&'static str>);
 
-struct Step<'a> {
-    config: &'a Config,
-    state: State,
-    at: usize,
+pub(crate) struct Step<'a> {
+    pub(crate) config: &'a Config,
+    pub(crate) state: State,
+    pub(crate) at: usize,
     fault: Option<&'static str>,
 }
 
@@ -41,6 +41,10 @@ impl Step<'_> {
             Pc::SentAgain => self.second_message()?,
             Pc::RaiseCounter => self.raise_counter()?,
             Pc::WriteRow => self.write_row()?,
+            Pc::TryQueue => self.try_queue(),
+            Pc::RaiseFirst => self.raise_first()?,
+            Pc::InsertRow => self.insert_row()?,
+            Pc::DeleteRow => self.delete_row()?,
             Pc::FindRow => self.find_row()?,
             Pc::ShareCounter => self.share_counter()?,
             Pc::WriteRegister => self.write_register()?,
@@ -62,30 +66,30 @@ impl Step<'_> {
         }
     }
 
-    fn tx(&self) -> Tx {
+    pub(crate) fn tx(&self) -> Tx {
         self.state.txs[self.at]
     }
 
-    fn put(&mut self, tx: Tx) {
+    pub(crate) fn put(&mut self, tx: Tx) {
         self.state.txs[self.at] = tx;
     }
 
-    fn end(&mut self, out: Outcome) {
+    pub(crate) fn end(&mut self, out: Outcome) {
         self.state.txs[self.at].end(out);
     }
 
-    fn refuse(&mut self, broken: bool, fault: &'static str) {
+    pub(crate) fn refuse(&mut self, broken: bool, fault: &'static str) {
         if broken {
             self.fault = Some(fault);
         }
     }
 
-    fn row_is_busy(&self) -> bool {
+    pub(crate) fn row_is_busy(&self) -> bool {
         self.state.others(self.at).any(|tx| tx.row_lock)
     }
 
     /// The clock that decisions go by.
-    fn now(&self) -> i8 {
+    pub(crate) fn now(&self) -> i8 {
         if self.config.mutation.clock_at_begin { self.tx().now } else { 0 }
     }
 
@@ -110,6 +114,8 @@ impl Step<'_> {
                 self.put(tx);
                 Some("begins and has the advisory lock")
             }
+            Kind::Absent => Some(self.look_absent()),
+            Kind::ReleaseLive => Some(self.find_live()),
             Kind::Release | Kind::Extend | Kind::Renew => {
                 if row.id != tx.id {
                     self.not_held();
@@ -242,7 +248,7 @@ impl Step<'_> {
         }
     }
 
-    fn locked(&mut self, truth: bool) {
+    pub(crate) fn locked(&mut self, truth: bool) {
         self.refuse(!truth, "5: Locked, and nobody was in the way");
         self.end(Outcome::Locked);
     }
@@ -417,8 +423,8 @@ impl Step<'_> {
     fn commit(&mut self) -> &'static str {
         let tx = self.tx();
         let wait = match tx.kind {
-            Some(Kind::Release) => false,
-            Some(Kind::Acquire) => !self.config.mutation.async_grant,
+            Some(Kind::Release | Kind::ReleaseLive) => false,
+            Some(Kind::Acquire | Kind::Absent) => !self.config.mutation.async_grant,
             _ => true,
         };
         self.apply();
@@ -481,8 +487,8 @@ impl Step<'_> {
         }
         self.end(match tx.kind {
             Some(Kind::Acquire) if tx.out == Outcome::Locked => Outcome::Locked,
-            Some(Kind::Acquire) => Outcome::Granted,
-            Some(Kind::Release) => Outcome::Released,
+            Some(Kind::Acquire | Kind::Absent) => Outcome::Granted,
+            Some(Kind::Release | Kind::ReleaseLive) => Outcome::Released,
             Some(Kind::Extend | Kind::Renew) => Outcome::Extended,
             _ => Outcome::Written,
         });

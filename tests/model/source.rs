@@ -2,7 +2,7 @@
 //! looked at again.
 
 /// What the model takes for granted, and the text that it rests on.
-const STATEMENTS: [(&str, &str); 11] = [
+const STATEMENTS: [(&str, &str); 23] = [
     ("contenders queue", "pg_catalog.pg_advisory_xact_lock("),
     (
         "a live row is looked at, and left alone",
@@ -18,7 +18,38 @@ const STATEMENTS: [(&str, &str); 11] = [
     ("the upsert decides again", "WHERE NOT {alive} RETURNING l.expires_at_ms, l.fence)"),
     ("all or nothing", "(CASE WHEN EXISTS (SELECT 1 FROM f) AND NOT EXISTS (SELECT 1 FROM u)"),
     ("release and extend lock the row by its id", "WHERE l.lock_id {EQ} $1 FOR UPDATE"),
-    ("a renewal skips a busy row", "ORDER BY l.key FOR UPDATE SKIP LOCKED)"),
+    (
+        "a renewal skips a busy row",
+        "LEFT JOIN LATERAL (\\\n             SELECT l.key, l.expires_at_ms FROM {locks} AS l \\\n             \
+         WHERE l.lock_id {EQ} want.lock_id FOR UPDATE OF l SKIP LOCKED) AS c ON true)",
+    ),
+    (
+        "a renewal's clock comes after its locks",
+        "SELECT {CLOCK} AS now FROM (SELECT {COUNT} AS n FROM cur) AS a WHERE a.n {GE} 0::pg_catalog.int8)",
+    ),
+    (
+        "a renewed row is still the lease's",
+        "WHERE l.key {EQ} cur.key AND l.lock_id {EQ} cur.lock_id AND {alive}",
+    ),
+    ("a key without a row queues if it can", "pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext($1)"),
+    ("it looks for any row", "SELECT l.expires_at_ms, l.lock_id FROM {locks} AS l WHERE l.key {EQ} $1)"),
+    ("nothing happens unless it is first", "FROM queue WHERE queue.free AND NOT EXISTS (SELECT 1 FROM look)"),
+    ("a counter that is somebody's is left alone", "x.xmax {NE} '0'::pg_catalog.xid AND x.xmax {NE} x.xmin)"),
+    ("its clock comes after the counter", "FROM (SELECT f.fence, {CLOCK} AS now FROM f) AS g"),
+    ("the index decides, not the look", "ON CONFLICT (key) DO NOTHING RETURNING l.expires_at_ms, l.fence)"),
+    ("it is all or nothing, too", "(CASE WHEN u.fence IS NULL THEN 0 ELSE 1 END))"),
+    (
+        "a live lease is judged when it is found",
+        "DELETE FROM {locks} AS l WHERE l.lock_id {EQ} $1 AND {alive} ",
+    ),
+    (
+        "and once more after the wait",
+        "RETURNING 1 OPERATOR(pg_catalog./) (CASE WHEN {alive} THEN 1 ELSE 0 END), {RELAXED}",
+    ),
+    (
+        "the grant is durable",
+        "(CASE WHEN u.fence IS NULL THEN 0 ELSE 1 END))::pg_catalog.int8, {DURABLE} FROM f",
+    ),
     ("fenced work shares the counter", "FOR SHARE OF c)"),
 ];
 

@@ -60,6 +60,12 @@ pub(crate) enum Pc {
     View,
     RaiseCounter,
     WriteRow,
+    // acquire, key without a row
+    TryQueue,
+    RaiseFirst,
+    InsertRow,
+    // release, live lease
+    DeleteRow,
     // release, extend
     FindRow,
     // the two-message form: first answer given, second message sent
@@ -79,6 +85,8 @@ pub(crate) enum Outcome {
     Locked,
     Grant,
     Confirm,
+    /// Nothing is changed; the careful statement decides.
+    Nothing,
     Mine,
     Granted,
     Write,
@@ -340,8 +348,15 @@ impl State {
             // What was seen is used up by the decision, and of the row only the fence check (and a
             // mutation) needs more than its id.
             match tx.pc {
-                Pc::Look | Pc::Row | Pc::Counter | Pc::View | Pc::FindRow | Pc::ShareCounter => {
-                    if tx.kind != Some(Kind::Fenced) && !config.mutation.no_row_lock {
+                Pc::Look
+                | Pc::Row
+                | Pc::Counter
+                | Pc::View
+                | Pc::FindRow
+                | Pc::DeleteRow
+                | Pc::TryQueue
+                | Pc::ShareCounter => {
+                    if !matches!(tx.kind, Some(Kind::Fenced | Kind::Absent)) && !config.mutation.no_row_lock {
                         (tx.seen.expires, tx.seen.fence, tx.seen.unheard) = (0, 0, false);
                     }
                 }

@@ -1,0 +1,265 @@
+//! Statements that are called often, which the driver prepares itself: what is true of a call must be
+//! true of the hundredth.
+
+// A test that fails panics.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+mod support;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use postgres::{Client, NoTls};
+use support::proxy::BOUND;
+use support::{Action, Call, LIMIT, Place, Proxy, TTL, id, place, unique, wait_until};
+use syncguard::{ErrorCode, ExtendResult, Lookup, PgLockClient, ReleaseResult};
+
+/// More than enough calls for the driver to prepare the statement.
+const OFTEN: usize = 20;
+
+/// How long a call may take.
+const CALL: Duration = Duration::from_secs(10);
+
+/// A client whose one connection runs through a proxy.
+fn through(place: &Place, proxy: &Proxy, name: &str) -> PgLockClient {
+    let mut config: postgres::Config = proxy.url(&place.schema.url()).parse().unwrap();
+    config.application_name(name);
+    PgLockClient::builder()
+        .auto_create_tables(false)
+        .operation_timeout(CALL)
+        .connect_with(config, NoTls)
+        .unwrap()
+}
+
+fn transaction(place: &Place, sql: &str) -> Client {
+    let mut client = place.schema.client();
+    client.batch_execute(&format!("BEGIN; {sql}")).unwrap();
+    client
+}
+
+fn waiting(place: &Place, name: &str) -> Vec<i32> {
+    let sql = "SELECT coalesce(array_agg(DISTINCT a.pid), '{}') FROM pg_stat_activity AS a JOIN pg_locks AS l USING (pid) \
+               WHERE a.application_name = $1 AND NOT l.granted";
+    place.stored.one(sql, &[&name]).get(0)
+}
+
+/// The extend whose answer was lost waits in the server, for a row. If its process were not ended, it
+/// would be carried out after all, some time after the second one.
+#[test]
+fn the_server_process_of_a_lost_answer_is_ended_also_where_the_driver_prepared_its_statement() {
+    let (place, name) = (place(), unique());
+    let proxy = Proxy::start(support::server().port());
+    let client = through(&place, &proxy, &name);
+    let key = place.key("a");
+    place.stored.write(&key, &id("mine"), 30_000, 1);
+    for _ in 0..OFTEN {
+        assert!(matches!(client.extend(&id("mine"), TTL).unwrap(), ExtendResult::Extended { .. }));
+    }
+    let mut busy = transaction(&place, "SELECT FROM syncguard_locks FOR UPDATE");
+    let cut = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&cut);
+    proxy.on_query(move |sql| {
+        if is_bound(sql, Op::Extend) && counted.fetch_add(1, Ordering::SeqCst) == 0 {
+            Action::SwallowAnswer
+        } else {
+            Action::Pass
+        }
+    });
+    let call = {
+        let client = client.clone();
+        Call::start(&name, move || client.extend(&id("mine"), TTL))
+    };
+    wait_until(LIMIT, "the extend waits", || waiting(&place, &name).len() == 1);
+    assert_eq!(cut.load(Ordering::SeqCst), 1, "it was called by the driver's prepared statement");
+    let first = waiting(&place, &name)[0];
+    proxy.cut_all();
+    wait_until(LIMIT, "the second extend waits", || waiting(&place, &name).iter().any(|pid| *pid != first));
+    assert!(!waiting(&place, &name).contains(&first), "the first one still waits and would come late");
+    busy.batch_execute("ROLLBACK").unwrap();
+    assert!(matches!(call.join().unwrap(), ExtendResult::Extended { .. }));
+    assert_eq!(client.release(&id("mine")).unwrap(), ReleaseResult::Released);
+}
+
+/// The server shows the first kilobyte of what a process is busy with; the lease's id comes after the key.
+#[test]
+fn the_server_process_of_a_lost_answer_is_ended_whatever_the_length_of_the_key() {
+    let (place, name) = (place(), unique());
+    let proxy = Proxy::start(support::server().port());
+    let client = through(&place, &proxy, &name);
+    let key = place.key(&"long".repeat(100));
+    let mut stranger =
+        transaction(&place, &format!("SELECT pg_advisory_xact_lock(pg_catalog.hashtext('{key}'))"));
+    let call = {
+        let (client, key) = (client.clone(), key.clone());
+        Call::start(&name, move || client.acquire(&key, TTL))
+    };
+    wait_until(LIMIT, "the acquire waits", || waiting(&place, &name).len() == 1);
+    let first = waiting(&place, &name)[0];
+    proxy.cut_all();
+    wait_until(LIMIT, "the second try waits", || waiting(&place, &name).iter().any(|pid| *pid != first));
+    assert!(!waiting(&place, &name).contains(&first), "the first one still waits and would come late");
+    stranger.batch_execute("ROLLBACK").unwrap();
+    let grant = call.join().unwrap().acquired().expect("the key is free");
+    assert_eq!(client.release(&grant.lock_id).unwrap(), ReleaseResult::Released);
+}
+
+/// The calls that a settled session makes in one statement, by how the statement begins.
+#[derive(Clone, Copy, Debug)]
+enum Op {
+    Release,
+    Extend,
+    IsLocked,
+    Lookup,
+}
+
+impl Op {
+    fn begins(self) -> &'static str {
+        match self {
+            Self::Release => "EXECUTE sg_release_live_",
+            Self::Extend => "EXECUTE sg_extend_",
+            Self::IsLocked => "EXECUTE sg_look_",
+            Self::Lookup => "EXECUTE sg_by_id_",
+        }
+    }
+
+    /// So often that the driver prepares the statement.
+    fn warm(self, client: &PgLockClient, key: &str) {
+        for _ in 0..OFTEN {
+            match self {
+                Self::Release => {
+                    assert_eq!(client.release(&id("nobody")).unwrap(), ReleaseResult::NotHeld);
+                }
+                _ => self.check(client, key),
+            }
+        }
+    }
+
+    /// The one right answer, whatever happened on the way.
+    fn check(self, client: &PgLockClient, key: &str) {
+        match self {
+            Self::Release => match client.release(&id("mine")) {
+                Ok(answer) => assert_eq!(answer, ReleaseResult::Released),
+                Err(error) => assert!(error.is_outcome_unknown(), "{error:?}"),
+            },
+            Self::Extend => {
+                assert!(matches!(client.extend(&id("mine"), TTL).unwrap(), ExtendResult::Extended { .. }));
+            }
+            Self::IsLocked => assert!(client.is_locked(key).unwrap()),
+            Self::Lookup => assert!(client.lookup(Lookup::LockId(&id("mine"))).unwrap().is_some()),
+        }
+    }
+}
+
+const OPS: [Op; 4] = [Op::Release, Op::Extend, Op::IsLocked, Op::Lookup];
+
+/// Whether this is a call of the operation's statement by the driver's own means.
+fn is_bound(sql: &str, op: Op) -> bool {
+    sql.starts_with(op.begins()) && sql.ends_with(BOUND)
+}
+
+/// Applies the action to the next such call.
+fn once(proxy: &Proxy, op: Op, action: Action) {
+    let mut left = true;
+    proxy.on_query(move |sql| {
+        if left && is_bound(sql, op) {
+            left = false;
+            action
+        } else {
+            Action::Pass
+        }
+    });
+}
+
+/// Does something to one call that the driver prepared, and checks the answer and the row.
+fn disturb(place: &Place, proxy: &Proxy, client: &PgLockClient, op: Op, action: Action) {
+    let key = place.key("a");
+    place.stored.run("DELETE FROM syncguard_locks");
+    place.stored.write(&key, &id("mine"), 30_000, 1);
+    proxy.pass_all();
+    op.warm(client, &key);
+    let before = proxy.count();
+    once(proxy, op, action);
+    op.check(client, &key);
+    assert_eq!(proxy.count(), before + 1, "{op:?}: the driver's statement was not called");
+    assert_eq!(place.stored.row(&key).is_none(), matches!(op, Op::Release), "{op:?} {action:?}");
+}
+
+#[test]
+fn a_call_that_is_cut_at_any_byte_is_answered_rightly() {
+    support::together(OPS.len(), |n| {
+        let (place, op) = (place(), OPS[n]);
+        let proxy = Proxy::start(support::server().port());
+        let client = through(&place, &proxy, &unique());
+        disturb(&place, &proxy, &client, op, Action::CutAnswerAt(usize::MAX));
+        // Bind, Execute and Sync have less than this; a cut behind the end is one before the last byte.
+        for at in 0..130 {
+            disturb(&place, &proxy, &client, op, Action::CutQueryAt(at));
+        }
+        for at in 0..=proxy.last_answer() {
+            disturb(&place, &proxy, &client, op, Action::CutAnswerAt(at));
+        }
+        disturb(&place, &proxy, &client, op, Action::CutNow);
+    });
+}
+
+#[test]
+fn a_session_that_forgets_everything_prepares_again() {
+    let place = place();
+    let proxy = Proxy::start(support::server().port());
+    let client = through(&place, &proxy, &unique());
+    for _ in 0..3 {
+        for op in OPS {
+            disturb(&place, &proxy, &client, op, Action::DiscardAll);
+        }
+    }
+}
+
+#[test]
+fn a_server_that_does_not_answer_costs_no_more_than_the_calls_own_time() {
+    let place = place();
+    let proxy = Proxy::start(support::server().port());
+    let client = through(&place, &proxy, &unique());
+    let key = place.key("a");
+    place.stored.write(&key, &id("mine"), 30_000, 1);
+    Op::Extend.warm(&client, &key);
+    once(&proxy, Op::Extend, Action::SwallowAnswer);
+    let start = Instant::now();
+    // Its own limit is that of the session, so it is a settled call.
+    let error = client.extend(&id("mine"), TTL).unwrap_err();
+    assert_eq!(error.code(), ErrorCode::NetworkTimeout);
+    assert!(error.is_outcome_unknown(), "{error:?}");
+    assert!(start.elapsed() < CALL * 3);
+    Op::Extend.check(&client, &key);
+}
+
+/// New tables of the same names, and a column more: the driver's statements go on with them.
+#[test]
+fn tables_that_are_made_anew_are_found_by_statements_that_the_driver_prepared() {
+    let place = place();
+    let key = place.key("a");
+    for change in 0..2 {
+        for _ in 0..OFTEN {
+            let grant = place.hold(&key);
+            assert!(matches!(
+                place.client.extend(&grant.lock_id, TTL).unwrap(),
+                ExtendResult::Extended { .. }
+            ));
+            assert!(place.client.is_locked(&key).unwrap());
+            assert!(place.client.lookup(Lookup::LockId(&grant.lock_id)).unwrap().is_some());
+            assert_eq!(place.client.release(&grant.lock_id).unwrap(), ReleaseResult::Released);
+        }
+        let column = "ALTER TABLE syncguard_locks ADD COLUMN note text; \
+                      ALTER TABLE syncguard_locks ALTER COLUMN fence TYPE varchar(15)";
+        place.stored.run(if change == 0 {
+            column
+        } else {
+            "DROP TABLE syncguard_locks, syncguard_fence_counters"
+        });
+    }
+    assert_eq!(place.client.is_locked(&key).unwrap_err().sqlstate(), Some("42P01"));
+    PgLockClient::connect(&place.schema.url()).unwrap();
+    let grant = place.hold(&key);
+    assert_eq!(grant.fence.get(), 1);
+    assert_eq!(place.client.release(&grant.lock_id).unwrap(), ReleaseResult::Released);
+}
