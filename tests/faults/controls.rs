@@ -3,13 +3,13 @@
 
 use std::time::Duration;
 
-use syncguard::{AcquireResult, CancelToken, ExtendResult, PgLockClient};
+use syncguard::{AcquireResult, CancelToken, ExtendResult, Heartbeat, LockOptions, PgLockClient};
 
 use crate::checker::{Allow, Violation, check};
 use crate::history::{Belief, Blocked, History, Op, Outcome, What, now};
 use crate::storm::{Setup, run};
 use crate::support::worker::{self, Parent};
-use crate::support::{Config, LIMIT, Server, Worker, wait_until};
+use crate::support::{Action, Config, LIMIT, Proxy, Server, Worker, wait_until};
 use crate::weather::Fault;
 
 const TTL: Duration = Duration::from_secs(60);
@@ -20,12 +20,17 @@ const TRIES: u64 = 10;
 
 #[track_caller]
 fn is_caught(sabotage: &[&str], fenced: bool, faults: &[Fault], rule: &str) {
-    // Late replies find only those who wait for them.
-    let operation = if faults.contains(&Fault::LateReplies) { 4000 } else { 700 };
     let mut others = Vec::new();
     for n in 1..=TRIES {
-        let setup =
-            Setup { seconds: SECONDS, faults, sabotage, fenced, seed: crate::seed() + n, operation, pool: 3 };
+        let setup = Setup {
+            seconds: SECONDS,
+            faults,
+            sabotage,
+            fenced,
+            seed: crate::seed() + n,
+            operation: 700,
+            pool: 3,
+        };
         let violations = run(&setup).violations;
         let count = violations.iter().filter(|found| found.rule == rule).count();
         if let Some(found) = violations.iter().find(|found| found.rule == rule) {
@@ -109,6 +114,9 @@ impl Race<'_> {
         stranger.batch_execute(&format!("BEGIN; {}", self.stranger)).unwrap();
         let clock = "SELECT floor(extract(epoch FROM clock_timestamp()) * 1000)::int8";
         let from_ms: i64 = sql.query_one(clock, &[]).unwrap().get(0);
+        // Whatever is dated from here on is dated later than that.
+        let mut later = || sql.query_one(clock, &[]).unwrap().get::<_, i64>(0) > from_ms + 1;
+        wait_until(LIMIT, "the server's clock goes on", &mut later);
         contenders.iter_mut().for_each(|contender| contender.tell(self.call));
         let waiting = "SELECT count(DISTINCT pid) FROM pg_locks JOIN pg_stat_activity USING (pid) \
                        WHERE NOT granted AND application_name = 'syncguard'";
@@ -214,9 +222,60 @@ fn without_any_of_the_locks_it_is_caught() {
     }
 }
 
+/// A holder whose grant is told to it late, and that says what it believes then.
+fn late_holder(parent: &Parent) {
+    let client =
+        PgLockClient::builder().operation_timeout(Duration::from_secs(12)).connect(&parent.arg("url"));
+    let client = client.expect("the server is there");
+    parent.say("ready");
+    parent.hear();
+    let options = LockOptions::new().ttl(Duration::from_millis(300)).heartbeat(Heartbeat::Off);
+    let answer = match client.lock_with("k", &options.timeout(Duration::from_secs(7))) {
+        Ok(guard) if guard.is_held() => format!("held {} {}", guard.fence().get(), now()),
+        Ok(_) => "handed out, not held".to_owned(),
+        Err(error) => format!("failed {error}"),
+    };
+    parent.say(&answer);
+}
+
+/// The answer to an acquire arrives when the lease is over, and somebody else's.
+fn told_late(sabotage: &str) -> (String, Vec<Violation>) {
+    let server = Server::start(&Config::new());
+    let client = PgLockClient::connect(server.url()).unwrap();
+    let proxy = Proxy::start(server.port());
+    let mut holder = Worker::start_alone_with(
+        "controls::with_the_deadline_counted_from_the_reply_it_is_caught",
+        "late_holder",
+        &[("url", &proxy.url(server.url()))],
+        &[("SYNCGUARD_SABOTAGE", sabotage)],
+    );
+    holder.expect("ready");
+    proxy.once("EXECUTE sg_acquire", Action::DelayAnswer(Duration::from_secs(5)));
+    holder.tell("go");
+    wait_until(LIMIT, "the first is granted", || client.is_locked("k").unwrap());
+    let mut beliefs = Vec::new();
+    wait_until(LIMIT, "its lease is over, and the next one is granted", || {
+        let next = client.acquire("k", TTL).unwrap().acquired();
+        beliefs.extend(next.map(|next| belief(0, next.fence.get())));
+        !beliefs.is_empty()
+    });
+    let answer = holder.hear();
+    if let ["held", fence, at] = answer.split(' ').collect::<Vec<_>>().as_slice() {
+        let (fence, at) = (fence.parse().unwrap(), at.parse().unwrap());
+        beliefs.push(Belief { from: at, to: at, ..belief(1, fence) });
+    }
+    let violations = check(&History { beliefs, ..History::default() }, Allow { recovery: 0 });
+    println!("{sabotage:?}, told late: {answer}, {violations:?}");
+    (answer, violations)
+}
+
 #[test]
 fn with_the_deadline_counted_from_the_reply_it_is_caught() {
-    is_caught(&["deadline", "deadline", "deadline"], true, &[Fault::LateReplies], "overlap");
+    worker::part("late_holder", late_holder);
+    let (answer, violations) = told_late("");
+    assert!(violations.is_empty() && answer.starts_with("failed"), "{answer}: {violations:?}");
+    let (answer, violations) = told_late("deadline");
+    assert!(violations.iter().any(|found| found.rule == "overlap"), "it was not noticed: {answer}");
 }
 
 #[test]

@@ -35,8 +35,6 @@ pub enum Fault {
     SlowCommits,
     DiskFull,
     SetClock,
-    /// For a control: answers to acquires that take longer than any ttl and the tolerance.
-    LateReplies,
 }
 
 pub const ALL: [Fault; 22] = [
@@ -82,7 +80,6 @@ impl Fault {
             Self::MaxConnections => "max_connections reached",
             Self::RoleSettings => "hostile settings of the role",
             Self::NoStandby => "absent synchronous standby",
-            Self::LateReplies => "answers later than ttl and tolerance",
             Self::Suspend => "host suspended (SIGSTOP of holders and server)",
             Self::DiscardAll => "DISCARD ALL on our sessions",
             Self::TablesAnew => "tables dropped and made anew, or rewritten",
@@ -119,7 +116,6 @@ impl<'a> Weather<'a> {
         match fault {
             Fault::Messages => self.messages(),
             Fault::SlowAnswers => self.slow_answers(200, 680),
-            Fault::LateReplies => self.slow_answers(1400, 2400),
             Fault::Mute => {
                 self.proxy.network(Network::Mute);
                 thread::sleep(ms(300 + lasting));
