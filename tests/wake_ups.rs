@@ -50,7 +50,7 @@ fn wait_for_listener(observer: &mut Client, key: &str) -> i32 {
 
 /// Waits that last, and end by a call or by a look but never by the next attempt.
 fn patient() -> LockOptions {
-    LockOptions::new().wait_forever().backoff(Backoff::Fixed).retry_delay(HOUR).ttl(TTL)
+    LockOptions::new().timeout(LIMIT).backoff(Backoff::Fixed).retry_delay(HOUR).ttl(TTL)
 }
 
 /// A backend whose looks always find the key taken: only a call can end a wait.

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use syncguard::{LockOptions, PgLockClient, TelemetryOptions};
+use syncguard::{PgLockClient, TelemetryOptions};
 
 use crate::cpu;
 use crate::floor::Floor;
@@ -126,15 +126,14 @@ fn variants(stage: &Stage, url: &str) {
     against("`lock` and drop / acquire + release", Goal::None, ["acquire", "lock"], &mut |key| {
         drop(plain.lock(key).unwrap());
     });
-    let options = LockOptions::new().wake_ups(false);
-    against(
-        "`lock` that never waits for wake-ups / acquire + release",
-        Goal::None,
-        ["acquire", "lock"],
-        &mut |key| {
-            drop(plain.lock_with(key, &options).unwrap());
-        },
+    let silent = PgLockClient::builder().wake_ups(false).connect(url).unwrap();
+    let pair = Pair::run(
+        stage.blocks,
+        || time(|| (0..n).for_each(|i| cycle(&silent, &format!("v{i}")))),
+        || time(|| (0..n).for_each(|i| cycle(&plain, &format!("v{i}")))),
     );
+    let figure = "with wake-ups where nobody waits / without";
+    stage.report.row(figure, pair.cost(), AtMost(1.03), &pair.note(n, ["without", "with"]));
     let token = syncguard::CancelToken::new();
     let cancellable = plain.cancellable(&token);
     against("with a token / without", Goal::None, ["without", "with"], &mut |key| {
