@@ -157,7 +157,7 @@ fn try_on(
     end: Instant,
 ) -> Result<Option<Held>, Trouble> {
     if !inner.proven.load(Ordering::Acquire) {
-        probe::prove(&inner.postgres, &inner.statements, &mut session, end)?;
+        probe::prove(&inner.postgres, &inner.crew.statements, &mut session, end)?;
         inner.proven.store(true, Ordering::Release);
     }
     if !session.is_own() && sql::is_held_here(&mut session, &key)? {
@@ -176,7 +176,7 @@ fn try_on(
     // Counted from before the request, so that our deadline comes before the server's.
     let sent = inner.crew.clock.now();
     let timer = (!terms.keep).then(|| terms.max_hold.saturating_add(SERVER_GRACE));
-    let grant = match sql::try_lock(&mut session, &inner.statements, &key, terms.shared, timer) {
+    let grant = match sql::try_lock(&mut session, &inner.crew.statements, &key, terms.shared, timer) {
         Ok(grant) => grant,
         Err(Trouble::Refused(error)) => {
             finish_checked(session, &key);
@@ -199,8 +199,7 @@ fn try_on(
             };
             let deadline = (sent.after(terms.max_hold), terms.keep);
             let id = inner.crew.next_id();
-            let before = grant.before;
-            Ok(Some(Hold::new(id, key, terms.shared, grant.pid, before, deadline, connection, sent)))
+            Ok(Some(Hold::new(id, key, terms.shared, grant.pid, deadline, connection, sent)))
         }
     }
 }

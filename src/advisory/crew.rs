@@ -35,7 +35,7 @@ pub(super) struct Crew {
     pub(super) queue: Arc<Queue>,
     /// How long letting go may take when nobody said otherwise.
     pub(super) limit: Duration,
-    pub(super) statements: Arc<Statements>,
+    pub(super) statements: Statements,
     /// Where the connections are from; a guard may outlive it.
     pub(super) postgres: Weak<PostgresBackend>,
     board: Mutex<Board>,
@@ -74,16 +74,12 @@ pub(super) enum Stage {
 }
 
 impl Crew {
-    pub(super) fn new(
-        limit: Duration,
-        statements: Arc<Statements>,
-        postgres: Weak<PostgresBackend>,
-    ) -> Arc<Self> {
+    pub(super) fn new(limit: Duration, postgres: Weak<PostgresBackend>) -> Arc<Self> {
         Arc::new(Self {
             clock: Clock::system(),
             queue: Arc::default(),
             limit,
-            statements,
+            statements: Statements::new(),
             postgres,
             board: Mutex::default(),
             monitor_bell: Condvar::new(),

@@ -17,8 +17,6 @@ pub(super) struct Hold<C> {
     pub(super) shared: bool,
     /// The server process that holds the lock.
     pub(super) pid: i32,
-    /// The session's `idle_session_timeout` before it was ours, where the server has one.
-    pub(super) before: Option<String>,
     pub(super) deadline: Moment,
     pub(super) keep: bool,
     pub(super) lost: CancelToken,
@@ -72,13 +70,11 @@ pub(super) enum After<C> {
 }
 
 impl<C> Hold<C> {
-    #[allow(clippy::too_many_arguments, reason = "one constructor, all of it needed")]
     pub(super) fn new(
         id: u64,
         key: AdvisoryKey,
         shared: bool,
         pid: i32,
-        before: Option<String>,
         (deadline, keep): (Moment, bool),
         connection: C,
         now: Moment,
@@ -88,7 +84,6 @@ impl<C> Hold<C> {
             key,
             shared,
             pid,
-            before,
             deadline,
             keep,
             lost: CancelToken::new(),
@@ -231,7 +226,7 @@ mod tests {
     fn hold() -> Hold<&'static str> {
         let now = Clock::system().now();
         let key = AdvisoryKey::from_i64(1);
-        Hold::new(1, key, false, 7, None, (now.after(Duration::from_secs(60)), false), "connection", now)
+        Hold::new(1, key, false, 7, (now.after(Duration::from_secs(60)), false), "connection", now)
     }
 
     #[test]

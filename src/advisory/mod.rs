@@ -135,7 +135,6 @@ pub(crate) struct SessionLocks(Arc<Inner>);
 struct Inner {
     postgres: Arc<PostgresBackend>,
     crew: Arc<Crew>,
-    statements: Arc<sql::Statements>,
     /// Whether the self-test has passed.
     proven: AtomicBool,
     dispose_timeout: Duration,
@@ -147,9 +146,8 @@ impl SessionLocks {
         operation_timeout: Duration,
         dispose_timeout: Duration,
     ) -> Self {
-        let statements = Arc::new(sql::Statements::new());
-        let crew = Crew::new(operation_timeout, Arc::clone(&statements), Arc::downgrade(&postgres));
-        Self(Arc::new(Inner { postgres, crew, statements, proven: AtomicBool::new(false), dispose_timeout }))
+        let crew = Crew::new(operation_timeout, Arc::downgrade(&postgres));
+        Self(Arc::new(Inner { postgres, crew, proven: AtomicBool::new(false), dispose_timeout }))
     }
 
     pub(crate) fn try_lock(

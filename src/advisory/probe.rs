@@ -63,7 +63,7 @@ pub(super) fn prove(
         }
     }
     let shown = second.is_none() && sql::is_held_here(session, &key).map_err(explain)?;
-    let unlock = sql::unlock(session, statements, &key, false, grant.before.as_deref()).map_err(explain)?;
+    let unlock = sql::unlock(session, statements, &key, false).map_err(explain)?;
     let passed = verdict(&Findings { first, second, steady, shown, unlock });
     if passed.is_ok() {
         // Whatever the try to come answers: the session is as it was.

@@ -37,7 +37,7 @@ pub(super) fn let_go(
     let now = Instant::now();
     let end = now.checked_add(limit).unwrap_or(now + Duration::from_secs(3600));
     let mut session = Session::new(connection, end, &never);
-    let answer = sql::unlock(&mut session, &crew.statements, &hold.key, hold.shared, hold.before.as_deref());
+    let answer = sql::unlock(&mut session, &crew.statements, &hold.key, hold.shared);
     let result = match answer {
         Ok((pid, true)) if pid == hold.pid => {
             session.finish();

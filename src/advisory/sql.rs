@@ -18,8 +18,6 @@ pub(super) struct Grant {
     pub(super) pid: i32,
     /// `None` on a standby: not even tried there.
     pub(super) granted: Option<bool>,
-    /// The session's `idle_session_timeout` as it was; `None` where the server has no such setting.
-    pub(super) before: Option<String>,
 }
 
 /// The statements of a lock's beginning and end, by kind of key and mode. A connection prepares all
@@ -134,15 +132,15 @@ pub(super) fn try_lock(
     };
     let row = required(answers.row(0)?)?;
     let (pid, granted) = (pid(int(row, 0)?)?, flag(row, 1)?);
-    // What the setting was before the first lock of this session.
-    let before = match running {
-        Some(running) => Some(running.before),
-        None => text(row, 2)?.map(str::to_owned),
-    };
     if granted == Some(true) {
-        session.set_timer(before.clone().map(|before| SessionTimer { limit_ms, before }));
+        // What the setting was before the first lock of this session; none where the server has none.
+        let before = match running {
+            Some(running) => Some(running.before),
+            None => text(row, 2)?.map(str::to_owned),
+        };
+        session.set_timer(before.map(|before| SessionTimer { limit_ms, before }));
     }
-    Ok(Grant { pid, granted, before })
+    Ok(Grant { pid, granted })
 }
 
 /// Calls a prepared statement, which is prepared first where that is needed. If somebody has discarded
@@ -202,15 +200,14 @@ pub(super) fn unlock(
     statements: &Statements,
     key: &AdvisoryKey,
     shared: bool,
-    before: Option<&str>,
 ) -> Result<(i32, bool), Trouble> {
     let (kind, back) = if session.is_own() {
         (&statements.timed_unlocks, None)
     } else {
-        (&statements.unlocks, Some(before.unwrap_or_default()))
+        (&statements.unlocks, Some(session.timer().map(|timer| timer.before).unwrap_or_default()))
     };
     let answers = loop {
-        match call(session, statements, Statements::of(kind, key, shared), key, back) {
+        match call(session, statements, Statements::of(kind, key, shared), key, back.as_deref()) {
             Err(Trouble::Unprepared) => {}
             answers => break answers?,
         }
