@@ -224,23 +224,40 @@ fn clean_up_skips_a_row_that_somebody_is_working_on() {
 #[test]
 fn a_lease_that_was_extended_in_the_meantime_survives_clean_up() {
     let place = place();
-    let key = place.key("a");
-    place.stored.write(&key, &id("a"), -5_000, 7);
-    // The clean-up has begun and found the row over; before it can lock it, the row is renewed.
-    let mut first = place.schema.client();
-    first.batch_execute("BEGIN; LOCK TABLE syncguard_locks IN EXCLUSIVE MODE").unwrap();
     let name = unique();
     let client = place.named(&name);
-    let call = Call::start(&name, move || client.operator().cleanup_expired(10));
+    let renewed = |key: &str| {
+        format!("UPDATE syncguard_locks SET expires_at_ms = {} + 30000 WHERE key = '{key}'", support::NOW)
+    };
+
+    // The row is renewed and its transaction still open: what clean-up sees is the old version, long
+    // over. It must not delete by that, neither at once nor when the renewal commits.
+    let key = place.key("a");
+    place.stored.write(&key, &id("a"), -5_000, 7);
+    let mut extend = place.schema.client();
+    extend.batch_execute(&format!("BEGIN; {}", renewed(&key))).unwrap();
+    let call = {
+        let client = client.clone();
+        Call::start(&name, move || client.operator().cleanup_expired(10))
+    };
+    let waits = call.settle(&place.stored);
+    extend.batch_execute("COMMIT").unwrap();
+    assert_eq!((waits, call.join().unwrap()), (false, 0), "it neither waits for the row nor deletes it");
+    assert!(client.is_locked(&key).unwrap());
+
+    // The same when the renewal comes before clean-up has looked.
+    let key = place.key("b");
+    place.stored.write(&key, &id("b"), -5_000, 7);
+    let mut first = place.schema.client();
+    first.batch_execute("BEGIN; LOCK TABLE syncguard_locks IN EXCLUSIVE MODE").unwrap();
+    let call = {
+        let client = client.clone();
+        Call::start(&name, move || client.operator().cleanup_expired(10))
+    };
     call.wait_until_blocked(&place.stored);
-    first
-        .batch_execute(&format!(
-            "UPDATE syncguard_locks SET expires_at_ms = {} + 30000; COMMIT",
-            support::NOW
-        ))
-        .unwrap();
+    first.batch_execute(&format!("{}; COMMIT", renewed(&key))).unwrap();
     assert_eq!(call.join().unwrap(), 0);
-    assert!(place.stored.row(&key).is_some());
+    assert!(client.is_locked(&key).unwrap());
 }
 
 #[test]
