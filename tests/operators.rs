@@ -7,10 +7,12 @@ mod support;
 
 use std::time::Duration;
 
-use support::{Call, Config, LIMIT, Place, Role, Server, TTL, id, logs, place, unique, wait_until};
+use support::{
+    Call, Config, LIMIT, Place, Role, Server, TTL, id, logs, place, unique, wait_until, wait_until_app_waits,
+};
 use syncguard::{
-    CLEANUP_GUARD_MS, CancelToken, ErrorCode, ExtendResult, Heartbeat, LockBackend, LockOptions, LostReason,
-    PgLockClient, Reason, ReleaseOutcome, hash_key,
+    CLEANUP_GUARD_MS, CancelToken, ErrorCode, ExtendResult, Heartbeat, LockBackend, LockOptions, Lookup,
+    LostReason, PgLockClient, Reason, ReleaseOutcome, hash_key,
 };
 
 #[test]
@@ -366,16 +368,67 @@ fn looking_answers_although_its_clean_up_cannot_be_done() {
         })
     });
     assert!(!client.is_locked(&key).unwrap());
-    // Nor does a clean-up that is held up hold up the answer.
-    let client = cleaning(&place);
+    // Nor does a clean-up that is held up hold up the answer: it goes on waiting when the answer is there.
+    let name = unique();
+    let builder = PgLockClient::builder().cleanup_in_is_locked(true).operation_timeout(LIMIT * 2);
+    let client = place.build(&name, builder);
     client.is_locked(&place.key("so that everything is prepared")).unwrap();
     let mut busy = place.schema.client();
     busy.batch_execute("BEGIN; LOCK TABLE syncguard_locks IN SHARE ROW EXCLUSIVE MODE").unwrap();
     for _ in 0..3 {
         assert!(!client.is_locked(&key).unwrap());
     }
-    assert!(place.stored.row(&key).is_some());
+    let mut observer = place.schema.client();
+    let pid = wait_until_app_waits(&mut observer, &name);
+    assert!(place.stored.row(&key).is_some() && !client.is_locked(&key).unwrap());
+    support::wait_until_backend_waits(&mut observer, pid);
     busy.batch_execute("ROLLBACK").unwrap();
+    wait_until(LIMIT, "the clean-up goes on", || place.stored.row(&key).is_none());
+}
+
+#[test]
+fn looking_leaves_no_trace_in_any_row() {
+    // Versions of all rows: an update makes another one, and a row lock is noted in the old one.
+    let versions = |place: &Place| -> Vec<String> {
+        ["syncguard_locks", "syncguard_fence_counters"]
+            .map(|table| {
+                let sql = format!(
+                    "SELECT coalesce(string_agg(concat_ws(' ', ctid, xmin, xmax, t.*), E'\\n' ORDER BY ctid), '') FROM {table} AS t"
+                );
+                place.stored.one(&sql, &[]).get(0)
+            })
+            .to_vec()
+    };
+    for cleaning in [false, true] {
+        let place = place();
+        let builder = PgLockClient::builder().cleanup_in_is_locked(cleaning);
+        let client = place.build(&unique(), builder);
+        for (key, ttl_ms) in [("live", 60_000), ("edge", -1), ("dead", -1_500)] {
+            place.stored.write(key, &id(key), ttl_ms, 7);
+        }
+        let before = versions(&place);
+        assert!(before.iter().all(|rows| rows.lines().count() == 3), "{before:?}");
+        for two in [false, true] {
+            let token = if two { CancelToken::new() } else { CancelToken::never() };
+            for _ in 0..10 {
+                for key in ["live", "edge", "dead", "free"] {
+                    LockBackend::is_locked(&client, key, &token).unwrap();
+                    for lookup in [Lookup::Key(key), Lookup::LockId(&id(key))] {
+                        LockBackend::lookup(&client, lookup, &token).unwrap();
+                    }
+                    client.owns(&id(key)).unwrap();
+                }
+                client.operator().holders(10).unwrap();
+                client.operator().counts().unwrap();
+            }
+        }
+        assert_eq!(versions(&place)[1], before[1], "counters, cleaning: {cleaning}");
+        let (after, live) = (versions(&place), before[0].lines().next().unwrap());
+        assert!(after[0].lines().any(|row| row == live), "the live row, cleaning: {cleaning}");
+        if !cleaning {
+            assert_eq!(after, before);
+        }
+    }
 }
 
 #[test]

@@ -61,7 +61,7 @@ fn an_import_runs_to_its_end_and_lets_go() {
     let (memory, locks) = locks();
     assert_eq!(import(&locks, 3, |_| ()).unwrap(), Import::Done(3));
     assert_eq!((memory.live_leases(), memory.counter(KEY)), (0, Some(1)));
-    memory.contend(KEY).unwrap();
+    let _theirs = memory.contend(KEY).unwrap();
     assert_eq!(import(&locks, 3, |_| ()).unwrap(), Import::SomebodyElse);
 }
 
@@ -107,10 +107,8 @@ fn an_import_that_takes_long_is_renewed_as_time_passes_in_steps() {
 
 #[test]
 fn a_server_that_waits_is_woken_by_the_loss_and_knows_why() {
-    for (loss, expected) in [
-        (Loss::RowMissing, LostReason::RowMissing),
-        (Loss::Expired, LostReason::Expired),
-    ] {
+    for (loss, expected) in [(Loss::RowMissing, LostReason::RowMissing), (Loss::Expired, LostReason::Expired)]
+    {
         let (memory, locks) = locks();
         memory.lose_on_next_renewal(KEY, loss).unwrap();
         let (send, input) = channel();

@@ -147,16 +147,8 @@ fn elsewhere(source: &source::Source, word: &str, allowed: &[&str]) -> Vec<Strin
 
 /// Who computes labels: what prints, what looks up, what reports. No operation does.
 fn labels(source: &source::Source) -> Vec<String> {
-    const MAY: [&str; 8] = [
-        "hash_key",
-        "fmt",
-        "sanitized",
-        "warn_near_limit",
-        "break_lock",
-        "idle_counters",
-        "kept",
-        "deliver",
-    ];
+    const MAY: [&str; 8] =
+        ["hash_key", "fmt", "sanitized", "warn_near_limit", "break_lock", "idle_counters", "kept", "deliver"];
     let mut broken = elsewhere(source, "hash_key", &MAY);
     if !["telemetry", "client", ""].contains(&source.top()) {
         let events = source.words().filter(|word| ["LockEvent", "TelemetryOptions"].contains(&&*word.text));
