@@ -29,10 +29,12 @@ const HARMLESS: &[&str] = &[
     "Clock",
     "ErrorCode",
     "EventResult",
+    "Heard",
     "Heartbeat",
     "Jitter",
     "LostReason",
     "Moment",
+    "OnHeard",
     "Operation",
     "Reason",
     "ReleaseSource",
@@ -43,6 +45,7 @@ const HARMLESS: &[&str] = &[
     "Capabilities",
     "Counts",
     "Operator",
+    "Watch",
 ];
 
 #[derive(Default)]
