@@ -409,3 +409,56 @@ fn a_single_acquire_is_one_attempt_in_one_message() {
     assert!(acquire(&client, "other").is_some());
     assert_eq!(sent("'other'", before).len(), 1, "a grant takes one message as well");
 }
+
+#[test]
+fn what_is_refused_sends_the_same_statements_with_telemetry_and_without() {
+    let server = Server::start(&Config::new());
+    let schema = server.schema();
+    let refused = |client: &PgLockClient| {
+        let unknown = forged_id(9);
+        assert_eq!(client.acquire("held", TTL).unwrap(), AcquireResult::Locked);
+        for id in [&unknown, &forged_id(2)] {
+            assert_eq!(client.release(id).unwrap(), ReleaseResult::NotHeld);
+            assert_eq!(client.extend(id, TTL).unwrap(), ExtendResult::NotHeld);
+            assert!(client.get_by_id(id).unwrap().is_none());
+        }
+        assert!(!client.is_locked("dead").unwrap());
+    };
+    let clients = ["plain", "watched"].map(|app| {
+        let builder = PgLockClient::builder().max_connections(1);
+        let builder = match app {
+            "watched" => builder.telemetry(syncguard::TelemetryOptions::new(|_| ())),
+            _ => builder,
+        };
+        (app, leases::connect(builder, &leases::named(&schema.url(), app)))
+    });
+    let mut observer = schema.client();
+    forge(&mut observer, "held", &forged_id(1), 3_600_000);
+    forge(&mut observer, "dead", &forged_id(2), -5000);
+    // The first time everything is prepared.
+    clients.iter().for_each(|(_, client)| refused(client));
+    server.configure("log_statement", "all");
+    let before = server.log().len();
+    let [plain, watched] = clients.map(|(app, client)| {
+        refused(&client);
+        let end = format!("end-{app}");
+        assert!(acquire(&client, &end).is_some());
+        let sent = || {
+            let log = server.log();
+            let of_app = |line: &str| {
+                line.split_once(&format!(" {app} LOG:  "))?.1.split_once(": ").map(|line| line.1.to_owned())
+            };
+            log.get(before..).unwrap().lines().filter_map(of_app).collect::<Vec<_>>()
+        };
+        support::wait_until(LIMIT, "everything is logged", || {
+            server.log().get(before..).unwrap().contains(&end)
+        });
+        let mut sent = sent();
+        sent.retain(|line| !line.contains(&end));
+        // Each acquire chooses a lock id of its own.
+        sent.iter().map(|line| line.split("E'held',E'").next().unwrap().to_owned()).collect::<Vec<_>>()
+    });
+    // A release that sees no live lease asks once more, on the locked row.
+    assert_eq!(plain.len(), 10, "{plain:#?}");
+    assert_eq!(plain, watched);
+}
