@@ -10,8 +10,8 @@ use std::time::Duration;
 use support::leases::{self, Witness, client, counter, forge, forged_id, row, set_counter};
 use support::{Config, LIMIT, Server, Stop, Worker, together, wait_until_app_waits, worker};
 use syncguard::{
-    AcquireResult, Acquired, Backoff, CancelToken, ErrorCode, ExtendResult, LockOptions, PgLockClient,
-    ReleaseResult,
+    AcquireResult, Acquired, Backoff, CancelToken, ErrorCode, ExtendResult, LockBackend, LockOptions, Lookup,
+    PgLockClient, ReleaseResult,
 };
 
 const TTL: Duration = Duration::from_secs(30);
@@ -347,6 +347,20 @@ fn failures_of_the_system_are_errors_and_never_locked() {
         // One message, which commits, on a connection that may have lived: that is not known.
         assert_eq!(error.is_outcome_unknown(), form == 0, "{error:?}");
         assert!(error.key() == Some("k") && error.lock_id() != Some(&held.lock_id), "{error:?}");
+    }
+    // The backend's own errors say what they are about, too, and keep the driver's as their cause.
+    let (id, never) = (held.lock_id.as_str(), CancelToken::never());
+    for (error, about) in [
+        (LockBackend::acquire(&client, "k", TTL, &never).unwrap_err(), (Some("k"), None)),
+        (LockBackend::is_locked(&client, "k", &never).unwrap_err(), (Some("k"), None)),
+        (LockBackend::release(&client, id, &never).unwrap_err(), (None, Some(id))),
+        (LockBackend::extend(&client, id, TTL, &never).unwrap_err(), (None, Some(id))),
+        (LockBackend::lookup(&client, Lookup::LockId(id), &never).unwrap_err(), (None, Some(id))),
+    ] {
+        assert_eq!(error.key(), about.0, "{error:?}");
+        assert!(about.1.is_none_or(|id| error.lock_id() == Some(id)), "{error:?}");
+        let causes = std::iter::successors(std::error::Error::source(&error), |cause| cause.source());
+        assert!(causes.into_iter().any(<dyn std::error::Error>::is::<postgres::Error>), "{error:?}");
     }
 }
 

@@ -372,8 +372,19 @@ fn looking_answers_although_its_clean_up_cannot_be_done() {
     let name = unique();
     let builder = PgLockClient::builder().cleanup_in_is_locked(true).operation_timeout(LIMIT * 2);
     let client = place.build(&name, builder);
-    client.is_locked(&place.key("so that everything is prepared")).unwrap();
-    let mut busy = place.schema.client();
+    // On two connections everything is prepared: one is for the clean-up, and preparing asks for locks
+    // that looking does not need.
+    let (mut busy, warm) = (place.schema.client(), place.key("warm"));
+    busy.batch_execute(&format!("BEGIN; SELECT pg_advisory_xact_lock(hashtext('{warm}'))")).unwrap();
+    let acquire = {
+        let (client, warm) = (client.clone(), warm.clone());
+        Call::start(&name, move || client.acquire(&warm, TTL))
+    };
+    acquire.wait_until_blocked(&place.stored);
+    client.is_locked(&warm).unwrap();
+    busy.batch_execute("ROLLBACK").unwrap();
+    assert!(acquire.join().unwrap().acquired().is_some());
+
     busy.batch_execute("BEGIN; LOCK TABLE syncguard_locks IN SHARE ROW EXCLUSIVE MODE").unwrap();
     for _ in 0..3 {
         assert!(!client.is_locked(&key).unwrap());
