@@ -164,7 +164,9 @@ pub use model::key::{
 pub use model::lock_id::validate_lock_id;
 pub use model::time::{Clock, MAX_TTL, Moment, TIME_TOLERANCE_MS, is_live};
 pub use postgres::{BrokenLock, CLEANUP_GUARD_MS, Counts, IdleCounter, Operator, Waiter};
-pub use telemetry::{EventResult, LockEvent, Operation, Telemetry, TelemetryOptions, with_telemetry};
+pub use telemetry::{
+    EventResult, LockEvent, Operation, Telemetry, TelemetryHandle, TelemetryOptions, with_telemetry,
+};
 
 /// The examples in the documents compile.
 #[cfg(doctest)]

@@ -326,3 +326,29 @@ fn cancelling_a_guards_lost_token_only_wakes_those_who_wait_for_it() {
     wait_until(LIMIT, "it is still renewed", || expiry(&mut observer) > before);
     assert_eq!(guard.release().unwrap(), ReleaseResult::Released);
 }
+
+#[test]
+fn the_tokens_of_two_calls_on_one_lease_have_nothing_to_do_with_each_other() {
+    let schema = blocked_schema();
+    let app = format!("apart-{}", schema.name());
+    let builder = PgLockClient::builder().operation_timeout(LONG);
+    let client = leases::connect(builder, &named(&schema.url(), &app));
+    assert!(client.is_locked("held").unwrap());
+    let (mut observer, mut other) = (schema.client(), schema.client());
+    let before = row(&mut observer, "held");
+    other.batch_execute("BEGIN; SELECT 1 FROM syncguard_locks FOR UPDATE").unwrap();
+    let (first, second) = (CancelToken::new(), CancelToken::new());
+    thread::scope(|scope| {
+        let extending = scope.spawn(|| client.cancellable(&first).extend(&forged_id(1), TTL).map(drop));
+        wait_until_app_waits(&mut observer, &app);
+        second.cancel();
+        let aborted = client.cancellable(&second).release(&forged_id(1)).map(drop);
+        assert_aborted("the release with the fired token", aborted);
+        assert!(!extending.is_finished() && !first.is_cancelled(), "the other call goes on");
+        first.cancel();
+        assert_aborted("the extend", extending.join().unwrap());
+    });
+    other.batch_execute("ROLLBACK").unwrap();
+    assert_eq!(row(&mut observer, "held"), before);
+    assert_eq!(client.release(&forged_id(1)).unwrap(), ReleaseResult::Released, "and one without a token");
+}

@@ -10,8 +10,8 @@ use std::time::Duration;
 use support::leases::{self, Witness, client, counter, forge, forged_id, row, set_counter};
 use support::{Config, LIMIT, Server, Stop, Worker, together, wait_until_app_waits, worker};
 use syncguard::{
-    AcquireResult, Acquired, Backoff, CancelToken, ErrorCode, ExtendResult, LockOptions, PgLockClient,
-    ReleaseResult,
+    AcquireResult, Acquired, Backoff, CancelToken, ErrorCode, ExtendResult, LockBackend, LockOptions, Lookup,
+    PgLockClient, ReleaseResult,
 };
 
 const TTL: Duration = Duration::from_secs(30);
@@ -348,6 +348,20 @@ fn failures_of_the_system_are_errors_and_never_locked() {
         assert_eq!(error.is_outcome_unknown(), form == 0, "{error:?}");
         assert!(error.key() == Some("k") && error.lock_id() != Some(&held.lock_id), "{error:?}");
     }
+    // The backend's own errors say what they are about, too, and keep the driver's as their cause.
+    let (id, never) = (held.lock_id.as_str(), CancelToken::never());
+    for (error, about) in [
+        (LockBackend::acquire(&client, "k", TTL, &never).unwrap_err(), (Some("k"), None)),
+        (LockBackend::is_locked(&client, "k", &never).unwrap_err(), (Some("k"), None)),
+        (LockBackend::release(&client, id, &never).unwrap_err(), (None, Some(id))),
+        (LockBackend::extend(&client, id, TTL, &never).unwrap_err(), (None, Some(id))),
+        (LockBackend::lookup(&client, Lookup::LockId(id), &never).unwrap_err(), (None, Some(id))),
+    ] {
+        assert_eq!(error.key(), about.0, "{error:?}");
+        assert!(about.1.is_none_or(|id| error.lock_id() == Some(id)), "{error:?}");
+        let causes = std::iter::successors(std::error::Error::source(&error), |cause| cause.source());
+        assert!(causes.into_iter().any(<dyn std::error::Error>::is::<postgres::Error>), "{error:?}");
+    }
 }
 
 #[test]
@@ -408,4 +422,57 @@ fn a_single_acquire_is_one_attempt_in_one_message() {
     client.release(&held.lock_id).unwrap();
     assert!(acquire(&client, "other").is_some());
     assert_eq!(sent("'other'", before).len(), 1, "a grant takes one message as well");
+}
+
+#[test]
+fn what_is_refused_sends_the_same_statements_with_telemetry_and_without() {
+    let server = Server::start(&Config::new());
+    let schema = server.schema();
+    let refused = |client: &PgLockClient| {
+        let unknown = forged_id(9);
+        assert_eq!(client.acquire("held", TTL).unwrap(), AcquireResult::Locked);
+        for id in [&unknown, &forged_id(2)] {
+            assert_eq!(client.release(id).unwrap(), ReleaseResult::NotHeld);
+            assert_eq!(client.extend(id, TTL).unwrap(), ExtendResult::NotHeld);
+            assert!(client.get_by_id(id).unwrap().is_none());
+        }
+        assert!(!client.is_locked("dead").unwrap());
+    };
+    let clients = ["plain", "watched"].map(|app| {
+        let builder = PgLockClient::builder().max_connections(1);
+        let builder = match app {
+            "watched" => builder.telemetry(syncguard::TelemetryOptions::new(|_| ())),
+            _ => builder,
+        };
+        (app, leases::connect(builder, &leases::named(&schema.url(), app)))
+    });
+    let mut observer = schema.client();
+    forge(&mut observer, "held", &forged_id(1), 3_600_000);
+    forge(&mut observer, "dead", &forged_id(2), -5000);
+    // The first time everything is prepared.
+    clients.iter().for_each(|(_, client)| refused(client));
+    server.configure("log_statement", "all");
+    let before = server.log().len();
+    let [plain, watched] = clients.map(|(app, client)| {
+        refused(&client);
+        let end = format!("end-{app}");
+        assert!(acquire(&client, &end).is_some());
+        let sent = || {
+            let log = server.log();
+            let of_app = |line: &str| {
+                line.split_once(&format!(" {app} LOG:  "))?.1.split_once(": ").map(|line| line.1.to_owned())
+            };
+            log.get(before..).unwrap().lines().filter_map(of_app).collect::<Vec<_>>()
+        };
+        support::wait_until(LIMIT, "everything is logged", || {
+            server.log().get(before..).unwrap().contains(&end)
+        });
+        let mut sent = sent();
+        sent.retain(|line| !line.contains(&end));
+        // Each acquire chooses a lock id of its own.
+        sent.iter().map(|line| line.split("E'held',E'").next().unwrap().to_owned()).collect::<Vec<_>>()
+    });
+    // A release that sees no live lease asks once more, on the locked row.
+    assert_eq!(plain.len(), 10, "{plain:#?}");
+    assert_eq!(plain, watched);
 }

@@ -405,3 +405,11 @@ fn compile(dir: &Dir, libraries: &Path) -> PathBuf {
     assert!(output.status.success(), "{}", text(&output.stderr));
     program
 }
+
+#[test]
+fn own_backend_fulfils_every_case_of_the_contract() {
+    let output = example("own_backend", "").output().expect("the example runs");
+    let said = text(&output.stdout);
+    assert!(output.status.success(), "{said}{}", text(&output.stderr));
+    assert!(said.contains("fulfils all") && !said.contains(" 0 cases"), "{said}");
+}

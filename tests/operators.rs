@@ -7,10 +7,12 @@ mod support;
 
 use std::time::Duration;
 
-use support::{Call, Config, LIMIT, Place, Role, Server, TTL, id, logs, place, unique, wait_until};
+use support::{
+    Call, Config, LIMIT, Place, Role, Server, TTL, id, logs, place, unique, wait_until, wait_until_app_waits,
+};
 use syncguard::{
-    CLEANUP_GUARD_MS, CancelToken, ErrorCode, ExtendResult, Heartbeat, LockBackend, LockOptions, LostReason,
-    PgLockClient, Reason, ReleaseOutcome, hash_key,
+    CLEANUP_GUARD_MS, CancelToken, ErrorCode, ExtendResult, Heartbeat, LockBackend, LockOptions, Lookup,
+    LostReason, PgLockClient, Reason, ReleaseOutcome, hash_key,
 };
 
 #[test]
@@ -224,23 +226,40 @@ fn clean_up_skips_a_row_that_somebody_is_working_on() {
 #[test]
 fn a_lease_that_was_extended_in_the_meantime_survives_clean_up() {
     let place = place();
-    let key = place.key("a");
-    place.stored.write(&key, &id("a"), -5_000, 7);
-    // The clean-up has begun and found the row over; before it can lock it, the row is renewed.
-    let mut first = place.schema.client();
-    first.batch_execute("BEGIN; LOCK TABLE syncguard_locks IN EXCLUSIVE MODE").unwrap();
     let name = unique();
     let client = place.named(&name);
-    let call = Call::start(&name, move || client.operator().cleanup_expired(10));
+    let renewed = |key: &str| {
+        format!("UPDATE syncguard_locks SET expires_at_ms = {} + 30000 WHERE key = '{key}'", support::NOW)
+    };
+
+    // The row is renewed and its transaction still open: what clean-up sees is the old version, long
+    // over. It must not delete by that, neither at once nor when the renewal commits.
+    let key = place.key("a");
+    place.stored.write(&key, &id("a"), -5_000, 7);
+    let mut extend = place.schema.client();
+    extend.batch_execute(&format!("BEGIN; {}", renewed(&key))).unwrap();
+    let call = {
+        let client = client.clone();
+        Call::start(&name, move || client.operator().cleanup_expired(10))
+    };
+    let waits = call.settle(&place.stored);
+    extend.batch_execute("COMMIT").unwrap();
+    assert_eq!((waits, call.join().unwrap()), (false, 0), "it neither waits for the row nor deletes it");
+    assert!(client.is_locked(&key).unwrap());
+
+    // The same when the renewal comes before clean-up has looked.
+    let key = place.key("b");
+    place.stored.write(&key, &id("b"), -5_000, 7);
+    let mut first = place.schema.client();
+    first.batch_execute("BEGIN; LOCK TABLE syncguard_locks IN EXCLUSIVE MODE").unwrap();
+    let call = {
+        let client = client.clone();
+        Call::start(&name, move || client.operator().cleanup_expired(10))
+    };
     call.wait_until_blocked(&place.stored);
-    first
-        .batch_execute(&format!(
-            "UPDATE syncguard_locks SET expires_at_ms = {} + 30000; COMMIT",
-            support::NOW
-        ))
-        .unwrap();
+    first.batch_execute(&format!("{}; COMMIT", renewed(&key))).unwrap();
     assert_eq!(call.join().unwrap(), 0);
-    assert!(place.stored.row(&key).is_some());
+    assert!(client.is_locked(&key).unwrap());
 }
 
 #[test]
@@ -349,16 +368,78 @@ fn looking_answers_although_its_clean_up_cannot_be_done() {
         })
     });
     assert!(!client.is_locked(&key).unwrap());
-    // Nor does a clean-up that is held up hold up the answer.
-    let client = cleaning(&place);
-    client.is_locked(&place.key("so that everything is prepared")).unwrap();
-    let mut busy = place.schema.client();
+    // Nor does a clean-up that is held up hold up the answer: it goes on waiting when the answer is there.
+    let name = unique();
+    let builder = PgLockClient::builder().cleanup_in_is_locked(true).operation_timeout(LIMIT * 2);
+    let client = place.build(&name, builder);
+    // On two connections everything is prepared: one is for the clean-up, and preparing asks for locks
+    // that looking does not need.
+    let (mut busy, warm) = (place.schema.client(), place.key("warm"));
+    busy.batch_execute(&format!("BEGIN; SELECT pg_advisory_xact_lock(hashtext('{warm}'))")).unwrap();
+    let acquire = {
+        let (client, warm) = (client.clone(), warm.clone());
+        Call::start(&name, move || client.acquire(&warm, TTL))
+    };
+    acquire.wait_until_blocked(&place.stored);
+    client.is_locked(&warm).unwrap();
+    busy.batch_execute("ROLLBACK").unwrap();
+    assert!(acquire.join().unwrap().acquired().is_some());
+
     busy.batch_execute("BEGIN; LOCK TABLE syncguard_locks IN SHARE ROW EXCLUSIVE MODE").unwrap();
     for _ in 0..3 {
         assert!(!client.is_locked(&key).unwrap());
     }
-    assert!(place.stored.row(&key).is_some());
+    let mut observer = place.schema.client();
+    let pid = wait_until_app_waits(&mut observer, &name);
+    assert!(place.stored.row(&key).is_some() && !client.is_locked(&key).unwrap());
+    support::wait_until_backend_waits(&mut observer, pid);
     busy.batch_execute("ROLLBACK").unwrap();
+    wait_until(LIMIT, "the clean-up goes on", || place.stored.row(&key).is_none());
+}
+
+#[test]
+fn looking_leaves_no_trace_in_any_row() {
+    // Versions of all rows: an update makes another one, and a row lock is noted in the old one.
+    let versions = |place: &Place| -> Vec<String> {
+        ["syncguard_locks", "syncguard_fence_counters"]
+            .map(|table| {
+                let sql = format!(
+                    "SELECT coalesce(string_agg(concat_ws(' ', ctid, xmin, xmax, t.*), E'\\n' ORDER BY ctid), '') FROM {table} AS t"
+                );
+                place.stored.one(&sql, &[]).get(0)
+            })
+            .to_vec()
+    };
+    for cleaning in [false, true] {
+        let place = place();
+        let builder = PgLockClient::builder().cleanup_in_is_locked(cleaning);
+        let client = place.build(&unique(), builder);
+        for (key, ttl_ms) in [("live", 60_000), ("edge", -1), ("dead", -1_500)] {
+            place.stored.write(key, &id(key), ttl_ms, 7);
+        }
+        let before = versions(&place);
+        assert!(before.iter().all(|rows| rows.lines().count() == 3), "{before:?}");
+        for two in [false, true] {
+            let token = if two { CancelToken::new() } else { CancelToken::never() };
+            for _ in 0..10 {
+                for key in ["live", "edge", "dead", "free"] {
+                    LockBackend::is_locked(&client, key, &token).unwrap();
+                    for lookup in [Lookup::Key(key), Lookup::LockId(&id(key))] {
+                        LockBackend::lookup(&client, lookup, &token).unwrap();
+                    }
+                    client.owns(&id(key)).unwrap();
+                }
+                client.operator().holders(10).unwrap();
+                client.operator().counts().unwrap();
+            }
+        }
+        assert_eq!(versions(&place)[1], before[1], "counters, cleaning: {cleaning}");
+        let (after, live) = (versions(&place), before[0].lines().next().unwrap());
+        assert!(after[0].lines().any(|row| row == live), "the live row, cleaning: {cleaning}");
+        if !cleaning {
+            assert_eq!(after, before);
+        }
+    }
 }
 
 #[test]

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use r2d2_postgres::PostgresConnectionManager;
 use support::leases::{self, client, named, row, sessions, wait_until_released};
-use support::{LIMIT, TestSchema, wait_until};
+use support::{LIMIT, TestSchema, Worker, wait_until, worker};
 use syncguard::{
     ErrorCode, LockError, LockOptions, Lookup, PgLockClient, ReleaseErrorContext, ReleaseResult,
 };
@@ -261,4 +261,49 @@ fn a_runtime_thread_beside_it_does_not_disturb_an_ordinary_one() {
         let thread = thread::spawn(move || client.lock("k").unwrap().release().unwrap());
         assert_eq!(thread.join().unwrap(), ReleaseResult::Released);
     });
+}
+
+/// The names of this process's threads, as far as the system shows them.
+fn threads() -> Vec<String> {
+    let tasks = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
+    let name = |task: std::fs::DirEntry| std::fs::read_to_string(task.path().join("comm")).ok();
+    tasks.filter_map(name).map(|name| name.trim().to_owned()).collect()
+}
+
+/// In a process of its own, where no other test has threads.
+#[test]
+#[cfg(target_os = "linux")]
+fn without_telemetry_no_thread_runs_for_it_and_with_it_one_from_the_first_event_on() {
+    worker::part("alone", |parent| {
+        let telemetry = || threads().iter().filter(|name| name.starts_with("syncguard-telem")).count();
+        let use_it = |client: &PgLockClient| {
+            drop(client.lock("guarded").unwrap());
+            let grant = client.acquire("k", TTL).unwrap().acquired().unwrap();
+            assert!(client.acquire("k", TTL).unwrap().acquired().is_none());
+            client.is_locked("k").unwrap();
+            client.lookup(Lookup::Key("k")).unwrap();
+            let _ = client.extend(&grant.lock_id, TTL).unwrap();
+            client.release(&grant.lock_id).unwrap();
+        };
+        let plain = PgLockClient::connect(&parent.arg("url")).unwrap();
+        use_it(&plain);
+        parent.say(&format!("{} without", telemetry()));
+        let builder = PgLockClient::builder().telemetry(syncguard::TelemetryOptions::new(|_| ()));
+        let reported = builder.connect(&parent.arg("url")).unwrap();
+        parent.say(&format!("{} before an event", telemetry()));
+        use_it(&reported);
+        assert!(reported.telemetry().unwrap().flush(LIMIT));
+        parent.say(&format!("{} after events", telemetry()));
+        drop(reported);
+        // The thread that is joined may show for a moment.
+        wait_until(LIMIT, "the thread ends", || telemetry() == 0);
+        parent.say("0 at the end");
+    });
+    let schema = support::schema();
+    let url = schema.url();
+    let test = "without_telemetry_no_thread_runs_for_it_and_with_it_one_from_the_first_event_on";
+    let mut worker = Worker::start(test, "alone", &[("url", &url)]);
+    for expected in ["0 without", "0 before an event", "1 after events", "0 at the end"] {
+        worker.expect(expected);
+    }
 }

@@ -97,6 +97,15 @@ fn defaults_of_the_role_change_nothing() {
     ];
     let place = place();
     let stored = &place.stored;
+    // Every change of a row notes the level that it ran at.
+    stored.run(
+        "CREATE TABLE levels (level text); \
+         CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN \
+           EXECUTE format('INSERT INTO %I.levels VALUES (current_setting(''transaction_isolation''))', \
+             TG_TABLE_SCHEMA); RETURN NULL; END $$; \
+         CREATE TRIGGER note AFTER INSERT OR UPDATE OR DELETE ON syncguard_locks \
+           FOR EACH STATEMENT EXECUTE FUNCTION note()",
+    );
     // Before the threads: two grants on one schema at the same time fail each other in the server.
     let roles = [(); 2].map(|()| Role::new(&place.schema));
     for role in &roles {
@@ -119,6 +128,8 @@ fn defaults_of_the_role_change_nothing() {
             stored.run(&format!("ALTER ROLE {} RESET ALL", role.name()));
         }
     });
+    let sql = "SELECT array_agg(DISTINCT level) FROM levels";
+    assert_eq!(stored.one(sql, &[]).get::<_, Vec<String>>(0), ["read committed"]);
 }
 
 /// [`works`] without its counts, for a place that is shared.

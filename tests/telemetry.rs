@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 use syncguard::backend::{Attempt, LockBackend, Lookup, Renewal};
 use syncguard::memory::{Call, Fault, Loss};
 use syncguard::{
-    AcquireResult, CancelToken, ErrorCode, EventResult, LockEvent, MemoryBackend, Operation, Reason,
-    Telemetry, TelemetryOptions, hash_key, with_telemetry,
+    AcquireResult, CancelToken, ErrorCode, EventResult, LockClient, LockEvent, MemoryBackend, Operation,
+    PgLockClient, Reason, Telemetry, TelemetryHandle, TelemetryOptions, hash_key, with_telemetry,
 };
 
 const TTL: Duration = Duration::from_secs(30);
@@ -481,4 +481,63 @@ fn the_callback_runs_on_one_thread_of_its_own() {
         assert_eq!(threads.recv_timeout(LIMIT).unwrap(), first);
     }
     assert!(named.load(Ordering::SeqCst));
+}
+
+#[test]
+fn a_client_hands_out_the_counts_of_its_events_and_a_way_to_wait_for_them() {
+    // Nobody listens there: each look fails, and is an event all the same.
+    let url = "postgresql://nobody@127.0.0.1:1/nothing";
+    let build = |options: Option<TelemetryOptions>| {
+        let builder = PgLockClient::builder().auto_create_tables(false);
+        options.map_or(builder.clone(), |options| builder.telemetry(options)).connect(url).unwrap()
+    };
+    assert!(build(None).telemetry().is_none(), "without telemetry there is nothing to count");
+
+    let (entered, arrived) = channel();
+    let door = Arc::new(Door::default());
+    let inside = Arc::clone(&door);
+    let options = TelemetryOptions::new(move |_| {
+        let _ = entered.send(());
+        inside.pass();
+    });
+    let client = build(Some(options.queue_capacity(2)));
+    let events: TelemetryHandle = client.cancellable(&CancelToken::new()).telemetry().unwrap().clone();
+    let look = || assert!(client.is_locked("k").is_err());
+    look();
+    arrived.recv_timeout(LIMIT).unwrap();
+    for _ in 0..5 {
+        look();
+    }
+    assert_eq!((events.delivered(), events.dropped()), (0, 3));
+    assert!(!events.flush(Duration::from_millis(1)));
+    door.open();
+    assert!(events.flush(LIMIT));
+    assert_eq!((events.delivered(), events.dropped(), events.panics()), (3, 3, 0));
+    // The handle is no client: with the last of those the thread ends, and the counts stay.
+    look();
+    drop(client);
+    assert_eq!(events.delivered() + events.dropped(), 7);
+    assert!(events.flush(Duration::ZERO), "nothing waits any more");
+}
+
+#[test]
+fn a_handle_keeps_neither_the_backend_nor_the_thread() {
+    let marker = Arc::new(());
+    let inside = Arc::clone(&marker);
+    let options = TelemetryOptions::new(move |_| {
+        let _ = &inside;
+        std::panic::panic_any(Bomb);
+    });
+    let memory = MemoryBackend::manual();
+    let backend = with_telemetry(memory.clone(), options.flush_timeout(LIMIT));
+    let events = backend.handle();
+    let client = LockClient::new(backend);
+    drop(client.lock("k").unwrap());
+    client.close(LIMIT).unwrap();
+    drop(client);
+    assert_eq!(memory.closes(), 1);
+    wait_until("the last drop delivers what waits", || events.delivered() == 2);
+    assert_eq!((events.dropped(), events.panics()), (0, 2));
+    drop(events);
+    wait_until("nothing holds the callback any more", || Arc::strong_count(&marker) == 1);
 }

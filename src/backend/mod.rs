@@ -17,6 +17,30 @@
 //! 6. **Bounded.** Every call returns by its deadline, whatever the network does.
 //! 7. **Validate first.** Bad keys, ids and ttls are `InvalidArgument` before any I/O.
 //! 8. **Cancellation.** A fired token ends a call with `Aborted`, before anything is written or not at all.
+//!
+//! # Writing a backend
+//!
+//! `examples/own_backend.rs` in the repository is a whole one, in memory and with the reasons beside the
+//! code; it passes the suite below. What to write:
+//!
+//! 1. The five operations, [`capabilities`](LockBackend::capabilities), and
+//!    [`lookup_raw`](LockBackend::lookup_raw), from which `lookup` is made by
+//!    [`LockInfoDebug::sanitized`].
+//! 2. [`attempt`](LockBackend::attempt): guards use it, and its default is not idempotent. `acquire` is then
+//!    an attempt with an id from [`generate_lock_id`].
+//! 3. [`operation_timeout`](LockBackend::operation_timeout), and
+//!    [`clock`](LockBackend::clock) where tests shall move the time. The other methods have defaults that
+//!    fulfil the contract; override `extend_by`, `release_by` and `peek` where a call may take long, for
+//!    the defaults look at the deadline only once, and `renew` where many leases can be renewed at once.
+//!
+//! What to use: [`normalize_and_validate_key`](crate::normalize_and_validate_key) and
+//! [`make_storage_key`](crate::make_storage_key) for keys, [`validate_lock_id`](crate::validate_lock_id) for
+//! ids, [`validate_ttl`] for ttls, [`is_live`](crate::is_live) with
+//! [`TIME_TOLERANCE_MS`](crate::TIME_TOLERANCE_MS) for every judgement, [`Fence::following`] before the
+//! counter is written, and [`Fence::warn_near_limit`] after a grant.
+//!
+//! Then put it through the contract suite: the module `contract`, with the feature `test-util`, has every
+//! case as a test, and shows how to run them.
 
 mod forward;
 mod info;
@@ -26,9 +50,10 @@ mod watch;
 use std::time::Duration;
 
 use crate::cancel::CancelToken;
-use crate::error::{LockError, Result};
+use crate::error::{ErrorCode, LockError, Result};
 use crate::model::fence::Fence;
-use crate::model::time::{Clock, Moment};
+use crate::model::lock_id::LockId;
+use crate::model::time::{Clock, Moment, Ttl};
 
 pub use info::{Capabilities, LockInfo, LockInfoDebug, Lookup, TimeAuthority};
 pub use outcome::{
@@ -36,6 +61,34 @@ pub use outcome::{
     ReleaseResult, RenewOutcome, Renewal,
 };
 pub use watch::{Heard, OnHeard, Watch};
+
+/// A fresh lock id, for a backend's own [`acquire`](LockBackend::acquire): 128 bits from the operating
+/// system, 22 characters. Without random numbers it is an error (`Internal`), for whoever guesses an id
+/// can release the lock.
+///
+/// ```
+/// let id = syncguard::backend::generate_lock_id()?;
+/// assert!(syncguard::validate_lock_id(&id).is_ok());
+/// # Ok::<(), syncguard::LockError>(())
+/// ```
+pub fn generate_lock_id() -> Result<String> {
+    Ok(LockId::generate()?.as_str().to_owned())
+}
+
+/// The ttl in whole milliseconds, a fraction cut off; `InvalidArgument` below 1 ms and above
+/// [`MAX_TTL`](crate::MAX_TTL).
+pub fn validate_ttl(ttl: Duration) -> Result<Duration> {
+    Ok(Ttl::new(ttl)?.get())
+}
+
+/// For the defaults: whether there is time left to begin.
+fn in_time<B: LockBackend + ?Sized>(backend: &B, deadline: Moment) -> Result<()> {
+    if backend.clock().now() < deadline {
+        return Ok(());
+    }
+    Err(LockError::new(ErrorCode::NetworkTimeout)
+        .with_message("the time for this operation was over before it began"))
+}
 
 /// A place where leases are kept. See the [contract](self).
 ///
@@ -63,14 +116,15 @@ pub trait LockBackend: Send + Sync {
     /// [`acquire`](LockBackend::acquire) with an id that the caller chose and a deadline of its own.
     ///
     /// Idempotent by lock id: the same attempt again, after an unknown outcome, answers with the
-    /// grant that the first one made.
+    /// grant that the first one made. **The default is not**: it ignores the id. Override it.
     fn attempt(&self, attempt: &Attempt<'_>, cancel: &CancelToken) -> Result<AcquireResult> {
+        in_time(self, attempt.deadline)?;
         self.acquire(attempt.key, attempt.ttl, cancel)
     }
 
     /// [`is_locked`](LockBackend::is_locked) for a waiter that looks before it tries again.
     fn peek(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<bool> {
-        let _ = deadline;
+        in_time(self, deadline)?;
         self.is_locked(key, cancel)
     }
 
@@ -94,18 +148,19 @@ pub trait LockBackend: Send + Sync {
         deadline: Moment,
         cancel: &CancelToken,
     ) -> Result<ExtendOutcome> {
-        let _ = deadline;
+        in_time(self, deadline)?;
         self.extend(lock_id, ttl, cancel)
     }
 
     /// [`release`](LockBackend::release) that no token stops: for guards that end.
     fn release_by(&self, lock_id: &str, deadline: Moment) -> Result<ReleaseOutcome> {
-        let _ = deadline;
+        in_time(self, deadline)?;
         self.release(lock_id, &CancelToken::never())
     }
 
     /// Extends many leases, in as few round trips as possible, on resources that a busy client
     /// cannot exhaust. One outcome per lease, in order; an `Err` says nothing about the lease.
+    /// The default extends them one by one, and looks who has the key of one that is gone.
     fn renew(&self, leases: &[Renewal<'_>], deadline: Moment) -> Vec<Result<RenewOutcome>> {
         leases
             .iter()
@@ -114,7 +169,12 @@ pub trait LockBackend: Send + Sync {
                 Ok(match outcome {
                     ExtendOutcome::Extended { expires_at_ms } => RenewOutcome::Renewed { expires_at_ms },
                     ExtendOutcome::NotHeld(Some(Reason::Expired)) => RenewOutcome::Lost(LostReason::Expired),
-                    ExtendOutcome::NotHeld(_) => RenewOutcome::Lost(LostReason::RowMissing),
+                    ExtendOutcome::NotHeld(_) => {
+                        let newer = self.lookup(Lookup::Key(lease.key), &CancelToken::never())?;
+                        RenewOutcome::Lost(newer.map_or(LostReason::RowMissing, |newer| {
+                            LostReason::TakenOver { fence: newer.fence }
+                        }))
+                    }
                 })
             })
             .collect()
@@ -127,7 +187,7 @@ pub trait LockBackend: Send + Sync {
     }
 
     /// [`lookup`](LockBackend::lookup) with the raw key and id, for the `*_raw` helpers alone.
-    #[doc(hidden)]
+    /// **Sensitive**: to be called for debugging by hand and nothing else.
     fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoDebug>>;
 
     /// The SQL statement that fails, inside a caller's transaction, unless `fence` is this key's

@@ -160,6 +160,7 @@ impl PgLockClientBuilder {
     }
 
     /// Has every operation reported as an event. Without it nothing is computed and no thread runs.
+    /// [`PgLockClient::telemetry`] then counts what was delivered and what was dropped.
     pub fn telemetry(mut self, options: TelemetryOptions) -> Self {
         self.telemetry = Some(options);
         self
@@ -259,14 +260,23 @@ impl PgLockClientBuilder {
             postgres.set_up()?;
         }
         let inner: Arc<PostgresBackend> = Arc::clone(&postgres);
-        let backend: Arc<dyn LockBackend> = match self.telemetry {
-            None => inner,
-            Some(options) => Arc::new(with_telemetry(inner, options)),
+        let (backend, telemetry): (Arc<dyn LockBackend>, _) = match self.telemetry {
+            None => (inner, None),
+            Some(options) => {
+                let reported = with_telemetry(inner, options);
+                let handle = reported.handle();
+                (Arc::new(reported), Some(handle))
+            }
         };
         let settings =
             ClientSettings { dispose_timeout: self.dispose_timeout, on_release_error: self.on_release_error };
         let sessions = SessionLocks::new(Arc::clone(&postgres), self.operation_timeout, self.dispose_timeout);
-        Ok(PgLockClient { sessions, locks: LockClient::with_settings(backend, settings), postgres })
+        Ok(PgLockClient {
+            sessions,
+            locks: LockClient::with_settings(backend, settings),
+            postgres,
+            telemetry,
+        })
     }
 }
 

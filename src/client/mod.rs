@@ -21,6 +21,7 @@ use crate::error::Result;
 use crate::lock::{CloseReport, LockClient, LockGuard, LockOptions};
 use crate::model::fence::Fence;
 use crate::postgres::{Operator, PostgresBackend};
+use crate::telemetry::TelemetryHandle;
 
 pub use builder::PgLockClientBuilder;
 
@@ -57,6 +58,7 @@ pub struct PgLockClient {
     sessions: SessionLocks,
     locks: LockClient,
     postgres: Arc<PostgresBackend>,
+    telemetry: Option<TelemetryHandle>,
 }
 
 impl PgLockClient {
@@ -245,6 +247,7 @@ impl PgLockClient {
             sessions: self.sessions.clone(),
             locks: self.locks.cancellable(token),
             postgres: Arc::clone(&self.postgres),
+            telemetry: self.telemetry.clone(),
         }
     }
 
@@ -289,6 +292,14 @@ impl PgLockClient {
     #[must_use]
     pub fn operator(&self) -> Operator {
         Operator::new(Arc::clone(&self.postgres))
+    }
+
+    /// What became of this client's events: how many the callback has had, how many were dropped, and
+    /// a way to wait for those that are on their way. `None` for a client that was built without
+    /// [`telemetry`](PgLockClientBuilder::telemetry).
+    #[must_use]
+    pub fn telemetry(&self) -> Option<&TelemetryHandle> {
+        self.telemetry.as_ref()
     }
 
     /// Ends the client and all its clones. See [`LockClient::close`]. Session locks are lost and let

@@ -1,6 +1,7 @@
 //! The contract of a [`LockBackend`], as tests that any backend can be put through.
 //!
-//! For people who write a backend. It needs the feature `test-util`:
+//! For people who write a backend; how to write one is said in [`backend`](crate::backend), and
+//! `examples/own_backend.rs` in the repository is one. It needs the feature `test-util`:
 //!
 //! ```toml
 //! [dev-dependencies]

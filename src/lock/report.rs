@@ -61,11 +61,16 @@ impl fmt::Debug for ReleaseErrorContext {
 pub(super) fn report(handler: Option<&OnReleaseError>, error: &LockError, context: &ReleaseErrorContext) {
     match handler {
         Some(handler) => quietly(|| handler(error, context)),
-        None if cfg!(debug_assertions) || std::env::var("SYNCGUARD_DEBUG").is_ok_and(|v| v == "true") => {
+        None if warns(cfg!(debug_assertions), std::env::var("SYNCGUARD_DEBUG").ok().as_deref()) => {
             quietly(|| log::warn!(target: "syncguard", "{}", default_line(error, context.source)));
         }
         None => {}
     }
+}
+
+/// Whether the default handler says anything: in debug builds, and where the environment asks for it.
+fn warns(debug_build: bool, asked: Option<&str>) -> bool {
+    debug_build || asked == Some("true")
 }
 
 /// The default handler's line: no key, no lock id, no label of either.
@@ -108,6 +113,14 @@ mod tests {
         let line = default_line(&error, ReleaseSource::Helper);
         assert!(line.contains("helper") && line.contains("NetworkTimeout"));
         assert!(!line.contains(&hash_key("MARKER-key")));
+    }
+
+    #[test]
+    fn a_release_build_is_silent_unless_the_environment_asks() {
+        assert!(warns(true, None) && warns(false, Some("true")));
+        for asked in [None, Some(""), Some("false"), Some("1"), Some("TRUE")] {
+            assert!(!warns(false, asked), "{asked:?}");
+        }
     }
 
     #[test]

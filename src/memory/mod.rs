@@ -49,6 +49,41 @@
 //! # Ok::<(), syncguard::LockError>(())
 //! ```
 //!
+//! # Letting time pass for a lock that is renewed
+//!
+//! A guard is renewed by a thread of its client, when a third of its ttl has passed. One long
+//! [`advance`](MemoryBackend::advance) takes the whole ttl away before that thread has had its turn, and the
+//! lock is lost, as after a pause of the whole process. So let time pass in steps, and wait for the
+//! renewal that each of them makes due:
+//!
+//! ```
+//! use std::time::Duration;
+//! use syncguard::memory::{Call, Loss};
+//! use syncguard::{LockClient, LostReason, MemoryBackend};
+//!
+//! let memory = MemoryBackend::manual();
+//! let guard = LockClient::new(memory.clone()).lock("report")?; // ttl 30 s, renewed every 10 s
+//! for renewals in 1..=6 {
+//!     memory.advance(Duration::from_secs(10));
+//!     assert!(memory.wait_for_answers(Call::Renew, renewals, Duration::from_secs(5)));
+//! }
+//! assert!(guard.is_held()); // after a minute
+//!
+//! // The next renewal finds that somebody deleted the row. It is answered on that other thread, so
+//! // wait for the guard, as the program would.
+//! memory.lose_on_next_renewal("report", Loss::RowMissing)?;
+//! memory.advance(Duration::from_secs(10));
+//! assert!(guard.lost().wait_timeout(Duration::from_secs(5)));
+//! assert_eq!(guard.lost_reason(), Some(LostReason::RowMissing));
+//!
+//! // A process that was paused: no thread has had a turn, and the guard knows by the clock alone.
+//! drop(guard);
+//! let guard = LockClient::new(memory.clone()).lock("report")?;
+//! memory.advance(Duration::from_secs(31));
+//! assert!(!guard.is_held());
+//! # Ok::<(), syncguard::LockError>(())
+//! ```
+//!
 //! # How it works
 //!
 //! One mutex guards the state, and each operation is one critical section in which the server's

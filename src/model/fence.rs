@@ -51,7 +51,9 @@ impl Fence {
 
     /// The fence that follows a counter's value, or the refusal of a counter that has reached
     /// [`FENCE_MAX`]. Compared as numbers, and to be asked before anything is written.
-    pub(crate) fn following(counter: u64) -> Result<Self, LockError> {
+    ///
+    /// For people who write a backend.
+    pub fn following(counter: u64) -> Result<Self, LockError> {
         match counter.checked_add(1) {
             Some(next) if next <= FENCE_MAX => Ok(Self(next)),
             _ => Err(LockError::new(ErrorCode::Internal).with_message(format!(
@@ -62,7 +64,9 @@ impl Fence {
 
     /// Logs a warning if this grant brings its key's counter near the limit. The one place that
     /// does, for every backend; `key` is printed as its label.
-    pub(crate) fn warn_near_limit(self, key: &str) {
+    ///
+    /// For people who write a backend.
+    pub fn warn_near_limit(self, key: &str) {
         if self.0 > FENCE_WARN {
             log::warn!(
                 "fence {self} of key #{} is above {FENCE_WARN}: its counter grants nothing beyond {FENCE_MAX}, plan a new key",

@@ -137,3 +137,20 @@ fn too_long(len: usize) -> LockError {
         "the key has {len} bytes, the most is {MAX_KEY_LENGTH_BYTES}: use a shorter name or a digest of it"
     ))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_counter_is_named_after_the_stored_key_and_not_after_the_callers() {
+        let key = Key::new(&"x".repeat(100)).unwrap();
+        let (base, fence) = key.stored(40, 0).unwrap();
+        assert_eq!(
+            (base.as_str(), fence.as_str()),
+            ("Cey268i878cz9vLsRPeRqw", "fence:Cey268i878cz9vLsRPeRqw")
+        );
+        let (base, fence) = Key::new("resource:123").unwrap().stored(40, 0).unwrap();
+        assert_eq!((base.as_str(), fence.as_str()), ("resource:123", "fence:resource:123"));
+    }
+}

@@ -65,12 +65,17 @@ pub(crate) fn lookup(
     }
 }
 
+/// Whether a row is the live lease that was asked for. Without an id any live one is.
+fn is_the_one(asked: Option<&str>, found: &str, expires_at_ms: i64, now_ms: i64) -> bool {
+    asked.is_none_or(|asked| asked == found) && is_live(expires_at_ms, now_ms, TIME_TOLERANCE_MS)
+}
+
 /// A row `(user key, lock id, expiry, acquisition, fence, clock)` as a live lease; with the asked-for
 /// id compared once more, since an index alone does not prove ownership.
 fn live_row(row: &Row, lock_id: Option<&str>) -> Result<Option<LockInfoDebug>> {
     let found = required(text(row, 1)?)?;
     let (expires_at_ms, now_ms) = (required(int(row, 2)?)?, required(int(row, 5)?)?);
-    if lock_id.is_some_and(|asked| asked != found) || !is_live(expires_at_ms, now_ms, TIME_TOLERANCE_MS) {
+    if !is_the_one(lock_id, found, expires_at_ms, now_ms) {
         return Ok(None);
     }
     let fence = required(text(row, 4)?)?.parse().map_err(|error| malformed().with_source(error))?;
@@ -81,4 +86,22 @@ fn live_row(row: &Row, lock_id: Option<&str>) -> Result<Option<LockInfoDebug>> {
         required(int(row, 3)?)?,
         fence,
     )))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_row_of_another_id_is_no_answer_and_neither_is_a_dead_one() {
+        for (asked, expires_at_ms, expected) in [
+            (None, 9_001, true),
+            (None, 9_000, false),
+            (Some("me"), 9_001, true),
+            (Some("me"), 9_000, false),
+            (Some("other"), 20_000, false),
+        ] {
+            assert_eq!(is_the_one(asked, "me", expires_at_ms, 10_000), expected, "{asked:?} {expires_at_ms}");
+        }
+    }
 }

@@ -77,7 +77,9 @@ impl Found {
     }
 }
 
-/// One message, and a second one that says why, if there was no live lease.
+/// One message, and a second, careful one if that saw no live lease: a row that seems over may be in
+/// the hands of an extend that judged it live and has not committed, so it is judged again when it is
+/// locked. (The reason comes out of that; it is not what the message is for.)
 fn one_message(session: &mut Session<'_>, at: &Located, lock_id: &LockId) -> Result<ReleaseOutcome, Trouble> {
     let id = [Arg::Text(lock_id.as_str())];
     match session.commit_one(&at.statements.release_live, &id) {

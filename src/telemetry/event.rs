@@ -168,7 +168,7 @@ impl TelemetryOptions {
     }
 
     /// How many events may wait for the callback, 16,384 by default; what comes while so many
-    /// wait is dropped, and counted by [`Telemetry::dropped`](crate::Telemetry::dropped). With 0
+    /// wait is dropped, and counted by [`TelemetryHandle::dropped`](crate::TelemetryHandle::dropped). With 0
     /// everything is dropped.
     pub fn queue_capacity(mut self, events: usize) -> Self {
         self.capacity = events;

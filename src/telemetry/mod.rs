@@ -60,6 +60,7 @@ use crate::model::time::{Clock, Moment};
 
 pub use event::{EventResult, LockEvent, Operation, TelemetryOptions};
 use queue::Sink;
+pub use queue::TelemetryHandle;
 
 /// Reports each operation of `backend`. It behaves exactly as before. See the [module](crate::telemetry).
 pub fn with_telemetry<B: LockBackend>(backend: B, options: TelemetryOptions) -> Telemetry<B> {
@@ -85,28 +86,34 @@ impl<B> Telemetry<B> {
         &self.inner
     }
 
+    /// The counts and the flush, to keep apart from the backend.
+    #[must_use]
+    pub fn handle(&self) -> TelemetryHandle {
+        self.sink.handle()
+    }
+
     /// Waits until the callback has had all events up to now, for at most `timeout`; whether it
     /// has. In the callback itself the answer is `false`, at once.
     pub fn flush(&self, timeout: Duration) -> bool {
-        self.sink.flush(timeout)
+        self.handle().flush(timeout)
     }
 
     /// How many events the callback has had, those in which it panicked included.
     #[must_use]
     pub fn delivered(&self) -> u64 {
-        self.sink.counts().0
+        self.handle().delivered()
     }
 
     /// How many events were dropped because the callback was too slow.
     #[must_use]
     pub fn dropped(&self) -> u64 {
-        self.sink.counts().1
+        self.handle().dropped()
     }
 
     /// In how many events the callback panicked.
     #[must_use]
     pub fn panics(&self) -> u64 {
-        self.sink.counts().2
+        self.handle().panics()
     }
 
     fn report<T>(
@@ -274,13 +281,7 @@ impl<B: LockBackend> LockBackend for Telemetry<B> {
 
 impl<B: fmt::Debug> fmt::Debug for Telemetry<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (delivered, dropped, panics) = self.sink.counts();
-        f.debug_struct("Telemetry")
-            .field("inner", &self.inner)
-            .field("delivered", &delivered)
-            .field("dropped", &dropped)
-            .field("panics", &panics)
-            .finish()
+        f.debug_struct("Telemetry").field("inner", &self.inner).field("events", &self.handle()).finish()
     }
 }
 

@@ -11,11 +11,13 @@
 //!    for lack of room must not count there: a flush would end too early.)
 //! 4. There is at most one thread, started with the first event. It ends when the queue is closed
 //!    and empty, or closed and given up; then `running` is false for good.
-//! 5. The thread holds the [`Queue`], never the [`Sink`]: so the drop of the last handle is what
-//!    closes the queue, and it may happen on the telemetry thread itself, inside a callback.
+//! 5. The thread and a [`TelemetryHandle`] hold the [`Queue`], never the [`Sink`]: so the drop of the
+//!    last backend is what closes the queue, and it may happen on the telemetry thread itself, inside a
+//!    callback.
 //! 6. Whoever waits for the thread waits for a bounded time, and the thread never waits for itself.
 
 use std::collections::VecDeque;
+use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle, ThreadId};
@@ -28,6 +30,18 @@ use crate::telemetry::event::{LockEvent, Raw, TelemetryOptions};
 pub(super) struct Sink {
     queue: Arc<Queue>,
     thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+/// What became of the events: their counts, and a way to wait for them. From
+/// [`Telemetry::handle`](crate::Telemetry::handle) and
+/// [`PgLockClient::telemetry`](crate::PgLockClient::telemetry).
+///
+/// It keeps neither the backend nor the telemetry thread alive: the drop of the last client still
+/// delivers what waits and ends the thread, and a handle that is left then has the final counts. It
+/// does keep the callback: one that owns a handle of its own is never freed.
+#[derive(Clone)]
+pub struct TelemetryHandle {
+    queue: Arc<Queue>,
 }
 
 struct Queue {
@@ -111,13 +125,44 @@ impl Sink {
         }
     }
 
-    pub(super) fn flush(&self, timeout: Duration) -> bool {
+    pub(super) fn handle(&self) -> TelemetryHandle {
+        TelemetryHandle { queue: Arc::clone(&self.queue) }
+    }
+}
+
+impl TelemetryHandle {
+    /// Waits until the callback has had all events up to now, for at most `timeout`; whether it
+    /// has. In the callback itself the answer is `false`, at once.
+    pub fn flush(&self, timeout: Duration) -> bool {
         self.queue.flush(timeout)
     }
 
-    pub(super) fn counts(&self) -> (u64, u64, u64) {
-        let state = self.queue.state();
-        (state.delivered, state.dropped, state.panics)
+    /// How many events the callback has had, those in which it panicked included.
+    #[must_use]
+    pub fn delivered(&self) -> u64 {
+        self.queue.state().delivered
+    }
+
+    /// How many events were dropped because the callback was too slow.
+    #[must_use]
+    pub fn dropped(&self) -> u64 {
+        self.queue.state().dropped
+    }
+
+    /// In how many events the callback panicked.
+    #[must_use]
+    pub fn panics(&self) -> u64 {
+        self.queue.state().panics
+    }
+}
+
+impl fmt::Debug for TelemetryHandle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TelemetryHandle")
+            .field("delivered", &self.delivered())
+            .field("dropped", &self.dropped())
+            .field("panics", &self.panics())
+            .finish()
     }
 }
 

@@ -215,6 +215,44 @@ fn a_failed_drop_is_reported_once_and_the_worker_goes_on() {
 }
 
 #[test]
+fn a_guard_that_ends_releases_its_own_id_once_and_what_was_refused_releases_nothing() {
+    for drop_it in [true, false] {
+        let (fake, _clock) = Fake::manual();
+        let client = client(&fake);
+        fake.occupy("taken", s(3600));
+        let held = client.lock("k").unwrap();
+        let id = held.lock_id().to_owned();
+        if drop_it {
+            drop(held);
+        } else {
+            assert_eq!(held.release().unwrap(), ReleaseResult::Released);
+        }
+        drop(client.try_lock("taken").unwrap());
+        drop(client.acquire("taken", s(30)).unwrap());
+        client.close(s(30)).unwrap();
+        assert_eq!(guard(&fake.state).released, [id]);
+        assert_eq!(fake.count("release"), 1);
+    }
+}
+
+#[test]
+fn a_failed_release_of_the_helper_reaches_the_calls_own_handler_or_the_clients() {
+    for own in [false, true] {
+        let (fake, _clock) = Fake::manual();
+        let (client, client_reports) = reporting_client(&fake);
+        let (own_reports, handler) = recorder();
+        let options = LockOptions::new();
+        let options = if own { options.on_release_error(handler) } else { options };
+        fake.script("release", [Script::Fail(ErrorCode::ServiceUnavailable)]);
+        assert_eq!(client.with_lock("k", &options, |_| 7).unwrap(), 7);
+        let (told, silent) = if own { (own_reports, client_reports) } else { (client_reports, own_reports) };
+        assert!(guard(&silent).is_empty());
+        assert_eq!(guard(&told).len(), 1);
+        assert_eq!(guard(&told)[0].1.source, ReleaseSource::Helper);
+    }
+}
+
+#[test]
 fn a_lock_that_was_gone_already_is_no_failure() {
     let (fake, _clock) = Fake::manual();
     let (client, reports) = reporting_client(&fake);
