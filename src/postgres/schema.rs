@@ -77,9 +77,8 @@ impl Names {
     /// The transaction that creates what is missing, in this schema.
     pub(crate) fn ddl(&self, schema: &str) -> String {
         let mut ddl = String::from(
-            "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SET LOCAL client_min_messages TO warning; \
-             SET LOCAL lock_timeout TO '30s'; SET LOCAL statement_timeout TO '60s'; SET LOCAL synchronous_commit TO on; \
-             SET LOCAL search_path TO pg_catalog, pg_temp; ",
+            "SET LOCAL client_min_messages TO warning; SET LOCAL lock_timeout TO '30s'; SET LOCAL statement_timeout TO '60s'; \
+             SET LOCAL synchronous_commit TO on; SET LOCAL search_path TO pg_catalog, pg_temp; ",
         );
         ddl.push_str("SELECT ");
         ddl.push_str(SET_UP_LOCK);

@@ -36,6 +36,15 @@ fn often() -> u32 {
     if crate::sabotage::on("patience") { 1 } else { OFTEN }
 }
 
+/// Fails where the message is not the beginning of its transaction: then somebody has left one open on a
+/// connection that is not ours, and what we did in it would be committed, or not, when they like. (A
+/// transaction begins at the time of its first message.)
+const ALONE: &str = "SELECT pg_catalog.sqrt(CASE WHEN pg_catalog.now() OPERATOR(pg_catalog.=) \
+    pg_catalog.statement_timestamp() THEN 1 ELSE -1 END)";
+
+/// The SQLSTATE of the square root of a negative number, which nothing else here takes.
+const NOT_ALONE: &str = "2201F";
+
 /// How long a ROLLBACK may take before the connection is closed instead.
 const ROLLBACK_LIMIT: Duration = Duration::from_secs(1);
 
@@ -120,7 +129,8 @@ impl<'a> Session<'a> {
         };
         let settled_ms = answers.row(0)?.map(|row| int(row, 2)).transpose()?.flatten();
         self.backend.clone_from(&backend);
-        let settled_ms = settled_ms.and_then(|ms| u64::try_from(ms).ok());
+        // On a caller's connection the settings are whatever the application has made of them.
+        let settled_ms = settled_ms.and_then(|ms| u64::try_from(ms).ok()).filter(|_| self.is_own());
         self.settled_ms = settled_ms;
         let memo = self.connection()?.memo();
         memo.settled_ms = settled_ms;
@@ -247,14 +257,21 @@ impl<'a> Session<'a> {
         self.settled_ms.is_some_and(|limit| left >= limit - (limit / 10).min(LATE_MS))
     }
 
+    /// What comes first in a transaction that states nothing else.
+    pub(crate) fn alone(&self) -> &'static str {
+        if self.is_own() { "" } else { ALONE }
+    }
+
     fn states(&self, transaction: &str) -> String {
         if self.is_settled() {
             return String::new();
         }
         let left = self.millis_left();
+        let alone = self.alone();
+        let separator = if alone.is_empty() { "" } else { ";" };
         // No sequential scan: a plan made while the table was tiny would keep it when it has grown.
         format!(
-            "{transaction}SET LOCAL enable_seqscan TO off;\
+            "{transaction}{alone}{separator}SET LOCAL enable_seqscan TO off;\
              SET LOCAL lock_timeout TO {left};SET LOCAL statement_timeout TO {}",
             left + LOCKS_FIRST
         )
@@ -409,6 +426,16 @@ impl<'a> Session<'a> {
         let state = error.code().map(|state| state.code().to_owned());
         let unprepared = is_unprepared(&error);
         let trouble = call_error(error, commits);
+        if matches!(trouble, Trouble::Refused(_)) && self.was_left_in_transaction(state.as_deref(), commits) {
+            log::warn!(
+                "a connection of the caller's pool came with a transaction open on it, which is rolled back: end it before you give it back"
+            );
+            self.cut();
+            let error = LockError::invalid(
+                "connections of the caller's pool come with a transaction open on them: end it before you give a connection back",
+            );
+            return Failed::Trouble(Trouble::Broken { error, in_doubt: false, stale: true });
+        }
         match (state, trouble) {
             (_, trouble @ Trouble::Refused(_)) if unprepared => Failed::Unprepared(trouble),
             (Some(state), trouble @ Trouble::Refused(_)) => Failed::State(state, trouble),
@@ -417,6 +444,17 @@ impl<'a> Session<'a> {
                 Failed::Trouble(trouble)
             }
         }
+    }
+
+    /// Whether a message failed because somebody has left a transaction open on this connection, or one
+    /// that has failed (25P02); or asked for another isolation than it has, which comes too late (25001).
+    fn was_left_in_transaction(&self, state: Option<&str>, commits: bool) -> bool {
+        !self.is_own()
+            && match state {
+                Some(NOT_ALONE | "25P02") => true,
+                Some("25001") => commits || self.in_transaction,
+                _ => false,
+            }
     }
 
     /// Has the caller's token end the message that is about to be sent.

@@ -187,6 +187,7 @@ const SCENES: &[Scene] = &[
     Scene { what: "a fenced transaction on a frozen counter", before: frozen, strangers: &[SHARE], end: "ROLLBACK", waits: false, first: None, then: Some(8), fast: false },
     Scene { what: "a frozen counter that is raised", before: frozen, strangers: &[RAISE], end: "ROLLBACK", waits: false, first: None, then: Some(8), fast: false },
     Scene { what: "a release that is under way", before: held, strangers: &["DELETE FROM syncguard_locks WHERE key = '$'"], end: "COMMIT", waits: false, first: None, then: Some(8), fast: true },
+    Scene { what: "somebody before it in the queue", before: counted, strangers: &["SELECT pg_advisory_xact_lock(hashtext('$'))"], end: "COMMIT", waits: true, first: Some(8), then: Some(9), fast: false },
     Scene { what: "a counter that grants left", before: counted, strangers: &[], end: "", waits: false, first: Some(8), then: Some(9), fast: true },
 ];
 
