@@ -94,6 +94,16 @@ fn in_time<B: LockBackend + ?Sized>(backend: &B, deadline: Moment) -> Result<()>
 ///
 /// The five operations are what the specification asks for. The provided methods are what guards
 /// need beyond them; a backend that can do better than the default should.
+///
+/// # Blocking
+///
+/// Each call at most until its `deadline`; one without a deadline at most
+/// [`operation_timeout`](LockBackend::operation_timeout).
+///
+/// # Cancellation
+///
+/// A call that is given a token ends when that fires, before anything is written or not at all. The others
+/// are those of guards that end or are renewed, which nothing cancels.
 pub trait LockBackend: Send + Sync {
     /// Tries once to take the key for `ttl`.
     fn acquire(&self, key: &str, ttl: Duration, cancel: &CancelToken) -> Result<AcquireResult>;

@@ -181,7 +181,15 @@ impl PgLockClientBuilder {
         self
     }
 
-    /// Builds a client with a pool of its own, without TLS. See [`PgLockClient::connect`].
+    /// Builds a client with a pool of its own, without TLS. See [`PgLockClient::connect`], also for errors.
+    ///
+    /// # Blocking
+    ///
+    /// At most 6 × `operation_timeout`, to create the tables; not at all without `auto_create_tables`.
+    ///
+    /// # Cancellation
+    ///
+    /// None.
     pub fn connect(self, url: &str) -> Result<PgLockClient> {
         let names = self.check()?;
         let connector = Connector::new(parse_url(url)?, NoTls, self.operation_timeout)?;
@@ -192,9 +200,15 @@ impl PgLockClientBuilder {
 
     /// Builds a client with a pool of its own from the driver's configuration and a TLS connector,
     /// such as those of `postgres-native-tls` and `postgres-openssl`, or [`NoTls`]. The
-    /// configuration's notice callback is replaced.
+    /// configuration's notice callback is replaced. Errors as those of [`PgLockClient::connect`].
     ///
-    /// Errors, blocking and cancellation as [`PgLockClient::connect`].
+    /// # Blocking
+    ///
+    /// At most 6 × `operation_timeout`, to create the tables; not at all without `auto_create_tables`.
+    ///
+    /// # Cancellation
+    ///
+    /// None.
     pub fn connect_with<T>(self, config: Config, tls: T) -> Result<PgLockClient>
     where
         T: MakeTlsConnect<Socket> + Clone + Send + Sync + 'static,
@@ -218,6 +232,15 @@ impl PgLockClientBuilder {
     ///
     /// Set the pool's `test_on_check_out(false)`: the test costs a round trip each time, and stale
     /// connections are replaced anyway.
+    ///
+    /// # Blocking
+    ///
+    /// At most 6 × `operation_timeout`, to create the tables; not at all without `auto_create_tables`. What
+    /// [`PgLockClient`] says of a caller's pool holds here, too.
+    ///
+    /// # Cancellation
+    ///
+    /// None.
     pub fn build<M>(self, pool: r2d2::Pool<M>) -> Result<PgLockClient>
     where
         M: ManageConnection<Connection = Client>,

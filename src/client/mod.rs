@@ -88,6 +88,14 @@ impl PgLockClient {
 
     /// Waits for the lock with default options: at most 5 s, then a lease of 30 s that is renewed
     /// until the guard is dropped. See [`lock_with`](Self::lock_with).
+    ///
+    /// # Blocking
+    ///
+    /// At most the default `timeout`, 5 s, waiting for a connection and connecting included.
+    ///
+    /// # Cancellation
+    ///
+    /// As [`lock_with`](Self::lock_with).
     pub fn lock(&self, key: &str) -> Result<LockGuard> {
         self.locks.lock(key)
     }
@@ -107,6 +115,14 @@ impl PgLockClient {
     }
 
     /// Tries once, with default options. `None` if somebody else holds the key.
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// As [`lock_with`](Self::lock_with).
     pub fn try_lock(&self, key: &str) -> Result<Option<LockGuard>> {
         self.locks.try_lock(key)
     }
@@ -207,32 +223,80 @@ impl PgLockClient {
     }
 
     /// The live lease of a key, or with an id. For diagnosis, never to decide whether to release or
-    /// extend: those check for themselves. Blocking and cancellation as [`is_locked`](Self::is_locked).
+    /// extend: those check for themselves.
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// By the client's token.
     pub fn lookup(&self, what: Lookup<'_>) -> Result<Option<LockInfo>> {
         self.locks.lookup(what)
     }
 
     /// The live lease of this key. See [`lookup`](Self::lookup).
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// By the client's token.
     pub fn get_by_key(&self, key: &str) -> Result<Option<LockInfo>> {
         self.locks.get_by_key(key)
     }
 
     /// The live lease with this id. See [`lookup`](Self::lookup).
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// By the client's token.
     pub fn get_by_id(&self, lock_id: &str) -> Result<Option<LockInfo>> {
         self.locks.get_by_id(lock_id)
     }
 
     /// The live lease of this key, with raw key and lock id: **sensitive**, for debugging.
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// By the client's token.
     pub fn get_by_key_raw(&self, key: &str) -> Result<Option<LockInfoDebug>> {
         self.locks.get_by_key_raw(key)
     }
 
     /// The live lease with this id, with raw key and lock id: **sensitive**, for debugging.
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// By the client's token.
     pub fn get_by_id_raw(&self, lock_id: &str) -> Result<Option<LockInfoDebug>> {
         self.locks.get_by_id_raw(lock_id)
     }
 
     /// Whether a live lease has this id. For display; see [`lookup`](Self::lookup).
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// By the client's token.
     pub fn owns(&self, lock_id: &str) -> Result<bool> {
         self.locks.owns(lock_id)
     }
@@ -278,7 +342,16 @@ impl PgLockClient {
     }
 
     /// Fails the caller's transaction unless `fence` is the key's newest and its lease is live; see
-    /// [`LockGuard::fence_transaction`]. For a holder that knows only key and fence.
+    /// [`LockGuard::fence_transaction`], also for errors. For a holder that knows only key and fence.
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout` to find the tables, where this client has not used them so far; then as
+    /// long as the transaction's own statements may, by its `lock_timeout` and `statement_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// None.
     pub fn assert_fence(
         &self,
         transaction: &mut postgres::Transaction<'_>,

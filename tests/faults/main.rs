@@ -19,6 +19,7 @@ mod clock;
 mod controls;
 mod disk;
 mod fork;
+mod headings;
 mod history;
 mod holder;
 mod late;
