@@ -196,6 +196,14 @@ pub trait LockBackend: Send + Sync {
         Ok(())
     }
 
+    /// [`reserve_renewals`](LockBackend::reserve_renewals) with a deadline of its own, for the caller who
+    /// happens to be the first and has no more time than that.
+    fn reserve_renewals_by(&self, deadline: Moment, cancel: &CancelToken) -> Result<()> {
+        cancel.check()?;
+        in_time(self, deadline)?;
+        self.reserve_renewals()
+    }
+
     /// [`lookup`](LockBackend::lookup) with the raw key and id, for the `*_raw` helpers alone.
     /// **Sensitive**: to be called for debugging by hand and nothing else.
     fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoDebug>>;

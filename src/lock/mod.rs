@@ -141,7 +141,7 @@ impl LockClient {
     /// # Blocking
     ///
     /// At most `timeout`; for ever with `wait_forever`. The first lock of a client with a heartbeat
-    /// also has the backend prepare its renewals, once.
+    /// also has the backend prepare its renewals, once, in the same time.
     ///
     /// # Cancellation
     ///

@@ -262,6 +262,10 @@ impl<B: LockBackend> LockBackend for Telemetry<B> {
         outcomes
     }
 
+    fn reserve_renewals_by(&self, deadline: Moment, cancel: &CancelToken) -> Result<()> {
+        self.inner.reserve_renewals_by(deadline, cancel)
+    }
+
     fn reserve_renewals(&self) -> Result<()> {
         self.inner.reserve_renewals()
     }

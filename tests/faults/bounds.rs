@@ -216,6 +216,35 @@ fn a_callers_pool_whose_connections_are_all_taken() {
     all_in_time("a caller's pool, exhausted", &client, &["RateLimited"], false);
 }
 
+/// What a first lock prepares for renewals takes its time out of the lock's own.
+#[test]
+fn a_short_wait_for_a_lock_is_short_although_an_operation_may_take_long() {
+    let schema = support::schema();
+    let manager = r2d2_postgres::PostgresConnectionManager::new(schema.config(), NoTls);
+    let pool = r2d2::Pool::builder().max_size(2).build(manager).unwrap();
+    let long = LIMIT * 60;
+    let client =
+        PgLockClient::builder().operation_timeout(long).connection_timeout(long).build(pool.clone()).unwrap();
+    let taken = (pool.get().unwrap(), pool.get().unwrap());
+    let (took, result) = timed(|| client.lock_with("k", &LockOptions::new().timeout(LIMIT)).map(drop));
+    let error = result.expect_err("there is no connection");
+    assert!(took < LIMIT + Duration::from_secs(1), "it took {took:?}: {}", chain(&error));
+    assert_eq!(error.code(), ErrorCode::RateLimited, "{}", chain(&error));
+    // Nor does it hold up those who have more time, nor outlast a token.
+    let token = syncguard::CancelToken::new();
+    std::thread::scope(|scope| {
+        let patient = scope.spawn(|| client.lock_with("k", &LockOptions::new().timeout(long)).map(drop));
+        let cancelled = scope.spawn(|| client.cancellable(&token).try_lock("k").map(drop));
+        std::thread::sleep(LIMIT / 2);
+        token.cancel();
+        let (took, result) = timed(|| cancelled.join().expect("no panic"));
+        assert_eq!(result.expect_err("its token has fired").code(), ErrorCode::Aborted);
+        assert!(took < Duration::from_secs(1), "its token ended it after {took:?}");
+        drop(taken);
+        patient.join().expect("no panic").expect("there are connections now");
+    });
+}
+
 #[test]
 fn a_table_that_a_stranger_has_locked() {
     let schema = support::schema();
