@@ -182,6 +182,11 @@ fn a_transaction_that_was_left_open_on_a_callers_connection_does_not_become_ours
         assert_eq!(place.stored.one(state, &[&guard.pid()]).get::<_, String>(0), "idle", "{left}");
         assert_eq!(guard.release().unwrap(), ReleaseResult::Released);
     }
+    place.stored.run("DROP TABLE syncguard_locks, syncguard_fence_counters");
+    pool.get().unwrap().batch_execute("BEGIN; INSERT INTO work VALUES ('unfinished')").unwrap();
+    client.setup_schema().unwrap();
+    assert_eq!(place.stored.row(&key), None, "the tables are there");
+    assert_eq!(place.stored.one("SELECT count(*) FROM work", &[]).get::<_, i64>(0), 0);
     // What is in order is not taken for it, whatever the role's defaults are.
     let mut connection = pool.get().unwrap();
     let pid = "SELECT pg_backend_pid()";

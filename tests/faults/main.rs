@@ -18,6 +18,7 @@ mod clock;
 #[cfg(feature = "sabotage")]
 mod controls;
 mod disk;
+mod ends;
 mod fork;
 mod headings;
 mod history;

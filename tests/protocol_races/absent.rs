@@ -250,15 +250,15 @@ fn granted(fence: u64) -> (String, Option<i64>) {
     (format!("{fence:015}"), Some(i64::try_from(fence).unwrap()))
 }
 
-/// Where the statement stands still: a trigger of that kind waits until the gate is opened.
+/// After what the statement stands still: a trigger waits until the gate is opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Gap {
     /// Its snapshot is taken, and nothing else was done.
-    AfterTheSnapshot,
+    Snapshot,
     /// It has the queue's lock, has looked, and goes to the counter.
-    AfterTheLook,
+    Look,
     /// It has raised the counter, and goes to the row.
-    AfterTheCounter,
+    Counter,
 }
 
 /// What others do there and commit.
@@ -279,27 +279,27 @@ enum Deed {
 /// The fence that the call gets then, of a key that was granted seven times.
 #[rustfmt::skip]
 const GAPS: &[(Gap, Deed, Option<u64>)] = &[
-    (Gap::AfterTheSnapshot, Deed::Acquire, None),
-    (Gap::AfterTheSnapshot, Deed::AcquireAndRelease, Some(9)),
-    (Gap::AfterTheSnapshot, Deed::Insert, None),
-    (Gap::AfterTheSnapshot, Deed::InsertAndDelete, Some(8)),
-    (Gap::AfterTheSnapshot, Deed::Raise, Some(13)),
+    (Gap::Snapshot, Deed::Acquire, None),
+    (Gap::Snapshot, Deed::AcquireAndRelease, Some(9)),
+    (Gap::Snapshot, Deed::Insert, None),
+    (Gap::Snapshot, Deed::InsertAndDelete, Some(8)),
+    (Gap::Snapshot, Deed::Raise, Some(13)),
     // What is in `xmax` is no matter of snapshots.
-    (Gap::AfterTheSnapshot, Deed::Share, None),
-    (Gap::AfterTheLook, Deed::Insert, None),
-    (Gap::AfterTheLook, Deed::InsertAndDelete, Some(8)),
-    (Gap::AfterTheLook, Deed::Raise, Some(13)),
-    (Gap::AfterTheLook, Deed::Share, Some(8)),
-    (Gap::AfterTheCounter, Deed::Insert, None),
-    (Gap::AfterTheCounter, Deed::InsertAndDelete, Some(8)),
+    (Gap::Snapshot, Deed::Share, None),
+    (Gap::Look, Deed::Insert, None),
+    (Gap::Look, Deed::InsertAndDelete, Some(8)),
+    (Gap::Look, Deed::Raise, Some(13)),
+    (Gap::Look, Deed::Share, Some(8)),
+    (Gap::Counter, Deed::Insert, None),
+    (Gap::Counter, Deed::InsertAndDelete, Some(8)),
 ];
 
 /// A session that has the gate closed as long as it lives.
 fn gate(place: &Place, gap: Gap, name: &str) -> Client {
     let (table, level) = match gap {
-        Gap::AfterTheSnapshot => ("syncguard_fence_counters", "STATEMENT"),
-        Gap::AfterTheLook => ("syncguard_fence_counters", "ROW"),
-        Gap::AfterTheCounter => ("syncguard_locks", "ROW"),
+        Gap::Snapshot => ("syncguard_fence_counters", "STATEMENT"),
+        Gap::Look => ("syncguard_fence_counters", "ROW"),
+        Gap::Counter => ("syncguard_locks", "ROW"),
     };
     place.stored.run(&format!(
         "CREATE OR REPLACE FUNCTION gate() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN \
@@ -339,7 +339,7 @@ fn what_happens_between_the_snapshot_of_an_acquire_in_one_statement_and_its_writ
     let rivals = [Form::Executed, Form::Bound].map(|form| Rival::new(&server, &place, form));
     for (n, (gap, deed, expected)) in GAPS.iter().enumerate() {
         for rival in &rivals {
-            let what = format!("{deed:?} {gap:?}, {:?}", rival.form);
+            let what = format!("{deed:?} after {gap:?}, {:?}", rival.form);
             let key = place.key(&format!("{n}-{:?}", rival.form));
             counted(&place, &key);
             let gate = gate(&place, *gap, &rival.name);
