@@ -271,7 +271,8 @@ impl Waiter<'_> {
     }
 
     fn timed_out(&mut self, cause: Option<LockError>) -> LockError {
-        let waited = self.engine.clock.now().since(self.start).as_secs_f64();
+        let now = self.engine.clock.now();
+        let waited = now.since(self.start).as_secs_f64();
         // Whatever was in the way says more than how the last call was cut short.
         let met = self.conflict.take();
         let attempts = match self.attempts {
@@ -280,7 +281,10 @@ impl Waiter<'_> {
             n => format!("in {n} attempts"),
         };
         let advice = match met {
-            None => "raise timeout or max_retries, or hold the lock for less time",
+            None if now < self.end => {
+                "its retries are used up, raise max_retries or hold the lock for less time"
+            }
+            None => "raise timeout, or hold the lock for less time",
             Some(_) => "what was in the way is the cause of this error",
         };
         let error = LockError::new(ErrorCode::AcquisitionTimeout)

@@ -227,7 +227,7 @@ fn transport(error: &postgres::Error) -> (ErrorCode, &'static str) {
             return match io.kind() {
                 io::ErrorKind::TimedOut => (
                     ErrorCode::NetworkTimeout,
-                    "no answer came from the server in time: check the network, or raise operation_timeout",
+                    "no answer came from the server in time: check the network, or raise operation_timeout or the wait's own timeout",
                 ),
                 io::ErrorKind::PermissionDenied => (
                     ErrorCode::ServiceUnavailable,

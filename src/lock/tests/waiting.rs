@@ -23,6 +23,7 @@ fn attempts_are_one_and_the_retries_and_the_error_says_how_many() {
     let error = client(&fake).lock_with("k", &options).unwrap_err();
     assert_eq!(error.code(), ErrorCode::AcquisitionTimeout);
     assert!(error.to_string().contains("in 4 attempts"), "{error}");
+    assert!(error.to_string().contains("raise max_retries"), "not the time: {error}");
     assert_eq!(error.key(), Some("k"));
     assert_eq!((fake.count("attempt"), fake.count("peek")), (1, 3));
     let none = LockOptions::new().max_retries(0);
@@ -55,6 +56,7 @@ fn a_timeout_of_zero_makes_no_attempt() {
     let fake = Fake::on(Clock::system());
     let error = client(&fake).lock_with("k", &LockOptions::new().timeout(Duration::ZERO)).unwrap_err();
     assert_eq!(error.code(), ErrorCode::AcquisitionTimeout);
+    assert!(error.to_string().contains("raise timeout"), "not the retries: {error}");
     assert!(guard(&fake.state).log.is_empty());
 }
 
