@@ -184,6 +184,11 @@ fn a_key_that_somebody_else_has_locked_is_asked_for_more_and_more_rarely() {
     // 2, 4, 8, 16 and 32 ms, and then 50 each; only a loaded machine needs longer.
     assert!(asked[11] - asked[0] >= Duration::from_millis(62 + 6 * 50), "{asked:?}");
     assert!(!watch.is_listening());
+    // It keeps nobody from the lease, neither who lets go nor who waits.
+    let guard = place.client.lock(&key).unwrap();
+    let waiter = wait_seeing(&place.named("waiter"), &key);
+    assert_eq!(guard.release().unwrap(), ReleaseResult::Released);
+    drop(waiter.join().unwrap().unwrap());
     stranger.execute("SELECT pg_advisory_unlock_all()", &[]).unwrap();
     assert_eq!(heard.recv_timeout(LIMIT), Ok(Heard::Listening));
 }
