@@ -387,7 +387,7 @@ impl<'a> Session<'a> {
                 return Err(Failed::Trouble(Trouble::Refused(error)));
             }
         };
-        if watch.is_some_and(|watch| watch.fired()) {
+        if watch.is_some_and(Watch::fires) {
             self.cut();
             return Err(Failed::Trouble(Trouble::Refused(LockError::aborted())));
         }
@@ -445,7 +445,7 @@ impl<'a> Session<'a> {
                 }
             }
         };
-        Some(Watch { _subscription: self.cancel.subscribe(hook), fired })
+        Some(Watch { subscription: self.cancel.subscribe(hook), fired })
     }
 }
 
@@ -479,13 +479,15 @@ impl From<Failed> for Trouble {
 }
 
 struct Watch {
-    _subscription: Option<Subscription>,
+    subscription: Option<Subscription>,
     fired: Arc<AtomicBool>,
 }
 
 impl Watch {
-    fn fired(&self) -> bool {
-        self.fired.load(Ordering::SeqCst)
+    /// Whether it has cut the connection or is about to: then nobody else may have that.
+    fn fires(self) -> bool {
+        let removed = self.subscription.is_none_or(Subscription::remove);
+        !removed || self.fired.load(Ordering::SeqCst)
     }
 }
 
