@@ -10,7 +10,7 @@ use std::time::Duration;
 use postgres::{Client, NoTls};
 use r2d2_postgres::PostgresConnectionManager;
 use support::session_locks::key;
-use support::{LIMIT, TestSchema, logs, place, wait_until};
+use support::{Config, LIMIT, Place, Server, TestSchema, logs, place, wait_until};
 use syncguard::{CancelToken, ErrorCode, ExtendResult, Heartbeat, LockOptions, PgLockClient, ReleaseResult};
 
 const TTL: Duration = Duration::from_secs(30);
@@ -135,6 +135,28 @@ fn it_is_said_and_where_it_does_not_end_it_is_an_error() {
     assert!(error.to_string().contains("open transaction"), "{error}");
     assert!(mark.at_least(log::Level::Warn).iter().any(|line| line.text.contains("open transaction")));
     assert!(!place.client.is_locked(&place.key("k")).unwrap());
+}
+
+#[test]
+fn a_connection_whose_end_is_cancelled_is_ended_all_the_same() {
+    // As by a cancel request of our own that comes late.
+    let server = Server::start(&Config::new());
+    let place = Place::new(server.schema());
+    let (pool, mut observer) = (pool(&place.schema, 1), server.client());
+    observer
+        .batch_execute(
+            "CREATE SEQUENCE calls; \
+             DO $$ BEGIN EXECUTE format('ALTER FUNCTION %s RENAME TO really_terminate', \
+               (SELECT oid::regprocedure FROM pg_proc WHERE proname = 'pg_terminate_backend')); END $$; \
+             CREATE FUNCTION pg_catalog.pg_terminate_backend(int) RETURNS boolean LANGUAGE plpgsql AS \
+             $$ BEGIN IF nextval('public.calls') = 1 THEN RAISE EXCEPTION 'cancelled' USING ERRCODE = '57014'; END IF; \
+                RETURN pg_catalog.really_terminate($1); END $$",
+        )
+        .unwrap();
+    let client = PgLockClient::builder().build(pool.clone()).unwrap();
+    let left = leave_open(&pool, "BEGIN");
+    assert!(client.acquire(&place.key("k"), TTL).unwrap().acquired().is_some());
+    support::wait_until_backend_gone(&mut observer, left);
 }
 
 /// Has every connection begin a transaction.
