@@ -387,7 +387,8 @@ impl CallersPool {
         match &self.0 {
             Some(pool) => pool.lend(wait),
             // Only `drop` takes it out.
-            None => Err(LockError::new(ErrorCode::Aborted).with_message("the client is closed")),
+            None => Err(LockError::new(ErrorCode::Aborted)
+                .with_message("the client is closed: make a new one to lock again")),
         }
     }
 
