@@ -345,7 +345,8 @@ impl Drop for Ending {
         // r2d2 takes only a closed connection out of its pool, so have the server close this one. Its
         // answer may come before its end does; then the next message meets the end.
         let end = "ROLLBACK; SELECT pg_catalog.pg_terminate_backend(pg_catalog.pg_backend_pid())";
-        for message in [end, ""] {
+        // Twice, because a cancel request that was for the last call may still arrive and meet the first.
+        for message in [end, "", end, ""] {
             if lent.client().is_closed() {
                 return;
             }
