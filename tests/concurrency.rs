@@ -365,7 +365,7 @@ fn failures_of_the_system_are_errors_and_never_locked() {
 }
 
 #[test]
-fn bad_ttls_and_lock_ids_are_refused_before_anything_is_sent() {
+fn bad_keys_ttls_and_lock_ids_are_refused_before_anything_is_sent() {
     // Nobody listens on port 1: whatever is sent fails with another code.
     let url = "postgresql://postgres@127.0.0.1:1/postgres";
     let client = leases::connect(PgLockClient::builder().auto_create_tables(false), url);
@@ -382,6 +382,12 @@ fn bad_ttls_and_lock_ids_are_refused_before_anything_is_sent() {
         ErrorCode::ServiceUnavailable,
         "a good ttl is sent"
     );
+    for key in ["", "a\0b", &"k".repeat(513), &"e\u{301}".repeat(257)] {
+        invalid(client.acquire(key, TTL).unwrap_err());
+        invalid(client.is_locked(key).unwrap_err());
+        invalid(client.lookup(Lookup::Key(key)).unwrap_err());
+        invalid(client.get_by_key_raw(key).unwrap_err());
+    }
     for id in [
         "",
         &"a".repeat(21),
