@@ -26,8 +26,8 @@ use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::model::lock_id::LockId;
 use crate::model::time::{TIME_TOLERANCE_MS, Ttl, is_live};
 use crate::postgres::error::{Trouble, is_all_or_nothing};
-use crate::postgres::row::{Row as Line, int, malformed, required, text};
-use crate::postgres::session::{Answers, GRACE, Session};
+use crate::postgres::row::{Answers, Row as Line, int, malformed, required, text};
+use crate::postgres::session::{GRACE, Session};
 use crate::postgres::statement::{Arg, Message, push_quoted};
 use crate::postgres::{Fault, Located, PostgresBackend};
 

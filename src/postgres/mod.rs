@@ -41,9 +41,9 @@ use std::time::{Duration, Instant};
 pub(crate) use connect::{Connector, guard_runtime, parse_url};
 pub use operator::{BrokenLock, CLEANUP_GUARD_MS, Counts, IdleCounter, Operator, Waiter};
 pub(crate) use processes::{Asked, ROUNDS};
-pub(crate) use row::{Row, flag, int, malformed, required, text};
+pub(crate) use row::{Answers, Row, flag, int, malformed, required, text};
 pub(crate) use schema::Names;
-pub(crate) use session::{Answers, Session};
+pub(crate) use session::Session;
 pub(crate) use source::{Connection, Source};
 pub(crate) use statement::{Arg, Message, SessionTimer, Statement, push_quoted};
 

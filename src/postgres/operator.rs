@@ -21,16 +21,13 @@ use crate::postgres::error::{Trouble, is_all_or_nothing, is_uncallable};
 use crate::postgres::listen::call_waiters;
 use crate::postgres::row::{Row, int, malformed, required, text};
 use crate::postgres::session::Session;
-use crate::postgres::sql::{CLOCK, live};
+use crate::postgres::sql::{CLOCK, PLAIN_NAMES, live};
 use crate::postgres::statement::{Arg, Message, Statement};
 use crate::postgres::{Fault, Located, PostgresBackend};
 
 /// How long a lease must be over before clean-up may delete its row, in milliseconds after its
 /// expiry: the tolerance, and as much again, so that no extend can still be on its way.
 pub const CLEANUP_GUARD_MS: i64 = 2000;
-
-/// These statements are rare and written with plain operators: names come from `pg_catalog` alone.
-const PLAIN_NAMES: &str = "SET LOCAL search_path TO pg_catalog, pg_temp";
 
 /// The operator's view of the lock tables. From [`PgLockClient::operator`](crate::PgLockClient::operator).
 ///

@@ -11,15 +11,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use postgres::SimpleQueryMessage;
-
 use crate::cancel::{CancelToken, Subscription};
 use crate::error::{ErrorCode, LockError, Result};
 use crate::postgres::connect::{guard_runtime, rest};
 use crate::postgres::error::{Trouble, call_error, is_unprepared};
 use crate::postgres::link::Link;
-use crate::postgres::row::{Row, int, malformed, required, text};
+use crate::postgres::row::{Answers, int, malformed, required, text};
 use crate::postgres::source::Connection;
+use crate::postgres::sql::PLAIN_NAMES;
 use crate::postgres::statement::{Arg, Backend, Handle, LOCKS_FIRST, Memo, Message, SessionTimer, Statement};
 
 /// How much later than the server's limits the client gives up.
@@ -50,30 +49,6 @@ pub(crate) struct Session<'a> {
     settled_ms: Option<u64>,
     /// See [`Backend::called`].
     called: Option<String>,
-}
-
-/// The rows of one message, by statement.
-pub(crate) struct Answers(Vec<Vec<Row>>);
-
-impl Answers {
-    /// The only row of a statement, counted from the message's last.
-    pub(crate) fn row(&self, from_last: usize) -> Result<Option<&Row>> {
-        match self.rows(from_last)? {
-            [] => Ok(None),
-            [row] => Ok(Some(row)),
-            _ => Err(malformed()),
-        }
-    }
-
-    /// The rows of a statement, counted from the message's last.
-    pub(crate) fn rows(&self, from_last: usize) -> Result<&[Row]> {
-        self.0.iter().rev().nth(from_last).map(Vec::as_slice).ok_or_else(malformed)
-    }
-
-    /// The rows of the message's last statement, to keep.
-    pub(crate) fn into_last_rows(mut self) -> Vec<Row> {
-        self.0.pop().unwrap_or_default()
-    }
 }
 
 impl<'a> Session<'a> {
@@ -221,12 +196,11 @@ impl<'a> Session<'a> {
         self.states("")
     }
 
-    /// The same with names from `pg_catalog` before all others (a temporary type would come first
-    /// otherwise), for statements written with plain operators.
+    /// The same with [`PLAIN_NAMES`].
     pub(crate) fn limits_plain(&self) -> String {
         let limits = self.states("");
         let separator = if limits.is_empty() { "" } else { ";" };
-        format!("SET LOCAL search_path TO pg_catalog, pg_temp{separator}{limits}")
+        format!("{PLAIN_NAMES}{separator}{limits}")
     }
 
     /// The same for a transaction that stays open between two messages, with its `BEGIN`.
@@ -340,7 +314,7 @@ impl<'a> Session<'a> {
             self.called = Some(statement.text().to_owned());
         }
         let rows = self.noticed(rows)?;
-        Ok(Answers(vec![rows.into_iter().map(Row::Typed).collect()]))
+        Ok(Answers::of_query(rows))
     }
 
     fn noticed<R>(&mut self, outcome: Result<R, Failed>) -> Result<R, Trouble> {
@@ -366,7 +340,7 @@ impl<'a> Session<'a> {
         let connection = self.connection().map_err(Trouble::Refused)?;
         let text = message.text(connection.memo().plain).map_err(Trouble::Refused)?;
         match self.round_trip(commits, |client| client.simple_query(&text)) {
-            Ok(answers) => Ok(Answers(by_statement(answers))),
+            Ok(answers) => Ok(Answers::of_message(answers)),
             Err(failed) => {
                 self.called = Some(text);
                 Err(failed)
@@ -490,17 +464,4 @@ impl Watch {
 pub(crate) fn out_of_time() -> LockError {
     LockError::new(ErrorCode::NetworkTimeout)
         .with_message("the time for this operation was over before it could be sent: raise operation_timeout")
-}
-
-fn by_statement(messages: Vec<SimpleQueryMessage>) -> Vec<Vec<Row>> {
-    let mut statements = Vec::with_capacity(8);
-    let mut rows = Vec::new();
-    for message in messages {
-        match message {
-            SimpleQueryMessage::Row(row) => rows.push(Row::Text(row)),
-            SimpleQueryMessage::CommandComplete(_) => statements.push(std::mem::take(&mut rows)),
-            _ => {}
-        }
-    }
-    statements
 }

@@ -98,11 +98,10 @@ impl Source {
     /// A connection beside the one that the caller has, for a moment: of our own where we know how to
     /// open one, else of the caller's pool. `None` if there is none to be had.
     pub(crate) fn second(&self, limit: Duration) -> Option<Connection> {
-        let (end, never) = (Instant::now() + limit, CancelToken::never());
+        let never = CancelToken::never();
         let found = match self.connector() {
-            // A pool of one, which ends with its connection.
-            Some(connector) => Pool::new(connector.clone(), 1, limit).get(end, &never).map(Connection::Own),
-            None => self.get(end, &never),
+            Some(connector) => Connection::alone(connector.clone(), limit, &never),
+            None => self.get(Instant::now() + limit, &never),
         };
         found.inspect_err(|error| log::debug!("no second connection: {}", error.chain())).ok()
     }
@@ -228,6 +227,11 @@ pub(crate) struct Foreign {
 }
 
 impl Connection {
+    /// One beside those of the pools: of a pool of one, which ends with it.
+    pub(crate) fn alone(connector: Connector, limit: Duration, cancel: &CancelToken) -> Result<Self> {
+        Pool::new(connector, 1, limit).get(Instant::now() + limit, cancel).map(Self::Own)
+    }
+
     pub(crate) fn client(&mut self) -> Result<&mut Client> {
         let gone = || {
             LockError::new(ErrorCode::ServiceUnavailable)

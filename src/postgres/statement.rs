@@ -34,6 +34,11 @@ impl Statement {
         Self { name, text, types }
     }
 
+    #[cfg(all(test, feature = "sabotage"))]
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
     pub(crate) fn text(&self) -> &str {
         &self.text
     }
