@@ -372,7 +372,7 @@ fn bad_keys_ttls_and_lock_ids_are_refused_before_anything_is_sent() {
     let invalid = |error: syncguard::LockError| {
         assert_eq!(error.code(), ErrorCode::InvalidArgument, "{error:?}");
     };
-    let id = forged_id(0);
+    let (id, never) = (forged_id(0), CancelToken::never());
     for ttl in [Duration::ZERO, Duration::from_micros(500), Duration::from_millis(u64::MAX)] {
         invalid(client.acquire("k", ttl).unwrap_err());
         invalid(client.extend(&id, ttl).unwrap_err());
@@ -387,6 +387,9 @@ fn bad_keys_ttls_and_lock_ids_are_refused_before_anything_is_sent() {
         invalid(client.is_locked(key).unwrap_err());
         invalid(client.lookup(Lookup::Key(key)).unwrap_err());
         invalid(client.get_by_key_raw(key).unwrap_err());
+        invalid(LockBackend::acquire(&client, key, TTL, &never).unwrap_err());
+        invalid(LockBackend::is_locked(&client, key, &never).unwrap_err());
+        invalid(LockBackend::lookup(&client, Lookup::Key(key), &never).unwrap_err());
     }
     for id in [
         "",
@@ -403,6 +406,9 @@ fn bad_keys_ttls_and_lock_ids_are_refused_before_anything_is_sent() {
         invalid(client.release(id).unwrap_err());
         invalid(client.extend(id, TTL).unwrap_err());
         invalid(client.get_by_id(id).unwrap_err());
+        invalid(LockBackend::release(&client, id, &never).unwrap_err());
+        invalid(LockBackend::extend(&client, id, TTL, &never).unwrap_err());
+        invalid(LockBackend::lookup(&client, Lookup::LockId(id), &never).unwrap_err());
         invalid(syncguard::validate_lock_id(id).unwrap_err());
     }
 }
