@@ -285,6 +285,9 @@ fn drop_with_the_server_away_returns_in_time_and_tells_the_callback() {
         client.lock_with("second", &LockOptions::new().on_release_error(on_release_error(&own))).unwrap(),
     );
     let ids = [first.lock_id().to_owned(), second.lock_id().to_owned()];
+    // While a thread unwinds, the worker lets go and tells.
+    let third = client.lock("third").unwrap();
+    let third_id = third.lock_id().to_owned();
     server.stop(Stop::Fast);
     for guard in [first, second] {
         let start = Instant::now();
@@ -295,12 +298,23 @@ fn drop_with_the_server_away_returns_in_time_and_tells_the_callback() {
         vec![(ErrorCode::ServiceUnavailable, ReleaseSource::Drop, key.to_owned(), id.clone())]
     };
     assert_eq!(failures.list(), failed("first", &ids[0]));
+    let start = Instant::now();
+    let panicked = catch_unwind(AssertUnwindSafe(move || {
+        let _guard = third;
+        std::panic::resume_unwind(Box::new("a panic of the caller's"));
+    }));
+    assert!(
+        start.elapsed() < MARGIN && panicked.unwrap_err().downcast_ref() == Some(&"a panic of the caller's")
+    );
+    let told = [failed("first", &ids[0]), failed("third", &third_id)].concat();
+    wait_until(LIMIT, "the worker has told", || failures.list() == told);
     assert_eq!(own.list(), failed("second", &ids[1]), "the lock's own handler takes the client's place");
     server.start_again();
     let mut observer = schema.client();
     wait_until_released(&mut observer, "first");
     wait_until_released(&mut observer, "second");
-    assert_eq!((failures.list().len(), own.list().len()), (1, 1));
+    wait_until_released(&mut observer, "third");
+    assert_eq!((failures.list().len(), own.list().len()), (2, 1));
 }
 
 #[test]

@@ -32,6 +32,7 @@ enum Operations {
     Foreign { pool: CallersPool, canceller: Canceller },
 }
 
+#[expect(clippy::large_enum_variant, reason = "there is one per client")]
 enum Renewals {
     /// A pool of one, not counted among the others.
     Own(Arc<Pool>),
