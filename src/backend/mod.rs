@@ -92,7 +92,7 @@ fn in_time<B: LockBackend + ?Sized>(backend: &B, deadline: Moment) -> Result<()>
 
 /// A place where leases are kept. See the [contract](self).
 ///
-/// The five operations are what the specification asks for. The provided methods are what guards
+/// The five operations are those of every SyncGuard client. The provided methods are what guards
 /// need beyond them; a backend that can do better than the default should.
 pub trait LockBackend: Send + Sync {
     /// Tries once to take the key for `ttl`.

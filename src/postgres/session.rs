@@ -4,6 +4,9 @@
 //!    open; in any doubt it is closed ([`Session`] closes it unless [`Session::finish`] is reached).
 //! 2. Every wait is bounded twice: by the server's own limits, set in each transaction, and by the
 //!    link's deadline a little later, so that the server's better error comes first where it comes.
+//!    One of a caller's may come with a transaction that other code left open, where what we do could
+//!    be rolled back later and what we see be old. Every message to it says that it must be a
+//!    transaction of its own; where it is not, the connection is closed and replaced.
 //! 3. While a message that does not commit is under way, the caller's token cuts the connection and
 //!    has the server cancel; once a message that commits is sent, nobody cancels it.
 
@@ -34,6 +37,10 @@ const OFTEN: u32 = 16;
 fn often() -> u32 {
     if crate::sabotage::on("patience") { 1 } else { OFTEN }
 }
+
+/// Fails, with an error that hardly anything else has, unless the transaction began with this message.
+const ALONE: &str = "SELECT LIMIT CASE WHEN pg_catalog.transaction_timestamp() \
+    OPERATOR(pg_catalog.=) pg_catalog.statement_timestamp() THEN 1 ELSE -1 END";
 
 /// How long a ROLLBACK may take before the connection is closed instead.
 const ROLLBACK_LIMIT: Duration = Duration::from_secs(1);
@@ -153,6 +160,9 @@ impl<'a> Session<'a> {
 
     /// Sends a whole transaction of its own, `BEGIN` to `COMMIT`, as one message.
     pub(crate) fn transaction(&mut self, message: &Message<'_>) -> Result<Answers, Trouble> {
+        if !self.is_own() {
+            self.ask(&Message::new().raw(ALONE))?;
+        }
         self.in_transaction = true;
         self.commit(message)
     }
@@ -218,7 +228,7 @@ impl<'a> Session<'a> {
     /// one. A limit that is a little late does no harm: where it can be, the client's own is exact.
     fn is_settled(&self) -> bool {
         let left = self.millis_left();
-        self.settled_ms.is_some_and(|limit| left >= limit - (limit / 10).min(LATE_MS))
+        self.is_own() && self.settled_ms.is_some_and(|limit| left >= limit - (limit / 10).min(LATE_MS))
     }
 
     fn states(&self, transaction: &str) -> String {
@@ -226,10 +236,11 @@ impl<'a> Session<'a> {
             return String::new();
         }
         let left = self.millis_left();
+        let alone = if self.is_own() { String::new() } else { format!(";{ALONE}") };
         // No sequential scan: a plan made while the table was tiny would keep it when it has grown.
         format!(
             "{transaction}SET LOCAL enable_seqscan TO off;\
-             SET LOCAL lock_timeout TO {left};SET LOCAL statement_timeout TO {}",
+             SET LOCAL lock_timeout TO {left};SET LOCAL statement_timeout TO {}{alone}",
             left + LOCKS_FIRST
         )
     }
@@ -284,6 +295,10 @@ impl<'a> Session<'a> {
     /// Sends, and notices where prepared statements are gone.
     fn send(&mut self, message: &Message<'_>, commits: bool) -> Result<Answers, Trouble> {
         let outcome = self.simple(message, commits);
+        // It is too late for an isolation level.
+        if matches!(&outcome, Err(Failed::State(state, _)) if state == "25001") && !self.is_own() {
+            return Err(self.left_open());
+        }
         self.noticed(outcome)
     }
 
@@ -372,7 +387,7 @@ impl<'a> Session<'a> {
                 return Err(Failed::Trouble(Trouble::Refused(error)));
             }
         };
-        if watch.is_some_and(|watch| watch.fired()) {
+        if watch.is_some_and(Watch::fires) {
             self.cut();
             return Err(Failed::Trouble(Trouble::Refused(LockError::aborted())));
         }
@@ -381,6 +396,10 @@ impl<'a> Session<'a> {
 
     fn failed(&mut self, error: postgres::Error, commits: bool) -> Failed {
         let state = error.code().map(|state| state.code().to_owned());
+        // 25P02: the transaction that was left open has failed already.
+        if matches!(state.as_deref(), Some("2201W" | "25P02")) && !self.is_own() {
+            return Failed::Trouble(self.left_open());
+        }
         let unprepared = is_unprepared(&error);
         let trouble = call_error(error, commits);
         match (state, trouble) {
@@ -391,6 +410,16 @@ impl<'a> Session<'a> {
                 Failed::Trouble(trouble)
             }
         }
+    }
+
+    /// A caller's connection came with a transaction of other code's, in which nothing of ours was done.
+    fn left_open(&mut self) -> Trouble {
+        self.cut();
+        let what = "a connection of the caller's pool came with an open transaction, which is rolled back: \
+            commit or roll back before you give one back";
+        log::warn!("{what}");
+        let error = LockError::new(ErrorCode::ServiceUnavailable).with_message(what);
+        Trouble::Broken { error, in_doubt: false, stale: true }
     }
 
     /// Has the caller's token end the message that is about to be sent.
@@ -416,7 +445,7 @@ impl<'a> Session<'a> {
                 }
             }
         };
-        Some(Watch { _subscription: self.cancel.subscribe(hook), fired })
+        Some(Watch { subscription: self.cancel.subscribe(hook), fired })
     }
 }
 
@@ -450,18 +479,20 @@ impl From<Failed> for Trouble {
 }
 
 struct Watch {
-    _subscription: Option<Subscription>,
+    subscription: Option<Subscription>,
     fired: Arc<AtomicBool>,
 }
 
 impl Watch {
-    fn fired(&self) -> bool {
-        self.fired.load(Ordering::SeqCst)
+    /// Whether it has cut the connection or is about to: then nobody else may have that.
+    fn fires(self) -> bool {
+        let removed = self.subscription.is_none_or(Subscription::remove);
+        !removed || self.fired.load(Ordering::SeqCst)
     }
 }
 
 /// Our own time is over before anything was sent.
 pub(crate) fn out_of_time() -> LockError {
     LockError::new(ErrorCode::NetworkTimeout)
-        .with_message("the time for this operation was over before it could be sent: raise operation_timeout")
+        .with_message("the time for this operation was over before it could be sent: raise operation_timeout or the wait's own timeout")
 }

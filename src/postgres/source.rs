@@ -32,6 +32,7 @@ enum Operations {
     Foreign { pool: CallersPool, canceller: Canceller },
 }
 
+#[expect(clippy::large_enum_variant, reason = "there is one per client")]
 enum Renewals {
     /// A pool of one, not counted among the others.
     Own(Arc<Pool>),
@@ -345,7 +346,8 @@ impl Drop for Ending {
         // r2d2 takes only a closed connection out of its pool, so have the server close this one. Its
         // answer may come before its end does; then the next message meets the end.
         let end = "ROLLBACK; SELECT pg_catalog.pg_terminate_backend(pg_catalog.pg_backend_pid())";
-        for message in [end, ""] {
+        // Twice, because a cancel request that was for the last call may still arrive and meet the first.
+        for message in [end, "", end, ""] {
             if lent.client().is_closed() {
                 return;
             }
@@ -386,7 +388,8 @@ impl CallersPool {
         match &self.0 {
             Some(pool) => pool.lend(wait),
             // Only `drop` takes it out.
-            None => Err(LockError::new(ErrorCode::Aborted).with_message("the client is closed")),
+            None => Err(LockError::new(ErrorCode::Aborted)
+                .with_message("the client is closed: make a new one to lock again")),
         }
     }
 

@@ -268,6 +268,8 @@ pub(crate) enum Handle {
 pub(crate) struct SessionTimer {
     /// In milliseconds; 0 is no limit.
     pub(crate) limit_ms: u64,
+    /// The same as the server shows it.
+    pub(crate) shown: String,
     pub(crate) before: String,
 }
 
