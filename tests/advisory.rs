@@ -328,6 +328,7 @@ fn the_right_to_end_a_session_is_asked_for() {
     let guard = taken(&strong, key());
     let error = weak.terminate_advisory_session(guard.pid()).unwrap_err();
     assert_eq!(error.code(), ErrorCode::AuthFailed);
+    assert!(error.to_string().contains("pg_signal_backend"), "{error}");
     assert!(guard.is_held());
     drop(weak);
     admin.batch_execute(&format!("DROP ROLE {role}")).unwrap();

@@ -181,7 +181,11 @@ impl PgLockClientBuilder {
         self
     }
 
-    /// Builds a client with a pool of its own, without TLS. See [`PgLockClient::connect`].
+    /// Builds a client with a pool of its own, without TLS, from `postgresql://…` or key=value pairs.
+    ///
+    /// Errors, blocking and cancellation as [`PgLockClient::connect`]; with
+    /// [`auto_create_tables(false)`](Self::auto_create_tables) it does no I/O and fails only with
+    /// `InvalidArgument`.
     pub fn connect(self, url: &str) -> Result<PgLockClient> {
         let names = self.check()?;
         let connector = Connector::new(parse_url(url)?, NoTls, self.operation_timeout)?;
@@ -218,6 +222,21 @@ impl PgLockClientBuilder {
     ///
     /// Set the pool's `test_on_check_out(false)`: the test costs a round trip each time, and stale
     /// connections are replaced anyway.
+    ///
+    /// # Errors
+    ///
+    /// `InvalidArgument` for settings that cannot be; those of [`PgLockClient::setup_schema`], unless
+    /// [`auto_create_tables(false)`](Self::auto_create_tables) leaves that out; `RateLimited` when the
+    /// pool has no connection free in time, `ServiceUnavailable` when it cannot open one.
+    ///
+    /// # Blocking
+    ///
+    /// As [`PgLockClient::setup_schema`], within what the pool and the server's limits allow; no I/O
+    /// with `auto_create_tables(false)`.
+    ///
+    /// # Cancellation
+    ///
+    /// None.
     pub fn build<M>(self, pool: r2d2::Pool<M>) -> Result<PgLockClient>
     where
         M: ManageConnection<Connection = Client>,

@@ -50,8 +50,9 @@ pub use builder::PgLockClientBuilder;
 /// `COMMIT` that waits for a standby. Name resolution is up to the system and its settings.
 ///
 /// These are calls for ordinary threads. Inside an async runtime use `spawn_blocking`; elsewhere in
-/// a runtime they fail with [`InvalidArgument`](crate::ErrorCode::InvalidArgument). Dropping a guard
-/// or a client there is fine: the work is handed to a thread.
+/// a runtime they fail with [`InvalidArgument`](crate::ErrorCode::InvalidArgument): the driver panics
+/// there, which is caught, but the panic hook prints it, and with `panic = "abort"` it ends the
+/// program. Dropping a guard or a client there is fine: the work is handed to a thread.
 #[derive(Clone)]
 pub struct PgLockClient {
     // Before the locks: the last drop of those may close the backend.
@@ -207,7 +208,8 @@ impl PgLockClient {
     }
 
     /// The live lease of a key, or with an id. For diagnosis, never to decide whether to release or
-    /// extend: those check for themselves. Blocking and cancellation as [`is_locked`](Self::is_locked).
+    /// extend: those check for themselves. Errors, blocking and cancellation as
+    /// [`is_locked`](Self::is_locked).
     pub fn lookup(&self, what: Lookup<'_>) -> Result<Option<LockInfo>> {
         self.locks.lookup(what)
     }
@@ -223,11 +225,13 @@ impl PgLockClient {
     }
 
     /// The live lease of this key, with raw key and lock id: **sensitive**, for debugging.
+    /// See [`lookup`](Self::lookup).
     pub fn get_by_key_raw(&self, key: &str) -> Result<Option<LockInfoDebug>> {
         self.locks.get_by_key_raw(key)
     }
 
     /// The live lease with this id, with raw key and lock id: **sensitive**, for debugging.
+    /// See [`lookup`](Self::lookup).
     pub fn get_by_id_raw(&self, lock_id: &str) -> Result<Option<LockInfoDebug>> {
         self.locks.get_by_id_raw(lock_id)
     }
@@ -278,7 +282,8 @@ impl PgLockClient {
     }
 
     /// Fails the caller's transaction unless `fence` is the key's newest and its lease is live; see
-    /// [`LockGuard::fence_transaction`]. For a holder that knows only key and fence.
+    /// [`LockGuard::fence_transaction`], also for errors, blocking and cancellation. For a holder that
+    /// knows only key and fence. A key that cannot be is `InvalidArgument`.
     pub fn assert_fence(
         &self,
         transaction: &mut postgres::Transaction<'_>,

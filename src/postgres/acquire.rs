@@ -320,7 +320,8 @@ fn granted(row: &Line) -> Result<Option<Round>> {
     Ok(Some(Round::Granted { expires_at_ms, fence }))
 }
 
-fn fence_exhausted() -> LockError {
+/// The refusal of a counter that may not be raised any more.
+pub(crate) fn fence_exhausted() -> LockError {
     Fence::following(FENCE_MAX).err().unwrap_or_else(malformed)
 }
 

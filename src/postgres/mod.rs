@@ -169,7 +169,8 @@ impl PostgresBackend {
         }
         let ddl = self.names.ddl(schema);
         self.run_bare(end, &never, |session| session.transaction(&Message::new().raw(&ddl)).map(drop))
-            .map_err(Fault::into_error)?;
+            .map_err(Fault::into_error)
+            .map_err(may_not_create)?;
         let survey = self.survey(end, &never)?;
         self.remember(&survey)
     }
@@ -272,6 +273,16 @@ fn read_survey(session: &mut Session<'_>, names: &Names) -> Result<Survey, Troub
         encoding: owned(7)?.unwrap_or_default(),
         may_call: flag(8)?,
     })
+}
+
+/// What to do where set-up lacks a right: its grants are not those of a holder.
+fn may_not_create(error: LockError) -> LockError {
+    match error.sqlstate() {
+        Some("42501") => error.with_message(
+            "something of the lock tables is missing and the role may not create it: run schema.sql as a role that may, then build the client with auto_create_tables(false) (SQLSTATE 42501)",
+        ),
+        _ => error,
+    }
 }
 
 /// Temporary tables come before all others on the search path, and each session has its own.

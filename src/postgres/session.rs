@@ -494,5 +494,5 @@ impl Watch {
 /// Our own time is over before anything was sent.
 pub(crate) fn out_of_time() -> LockError {
     LockError::new(ErrorCode::NetworkTimeout)
-        .with_message("the time for this operation was over before it could be sent: raise operation_timeout")
+        .with_message("the time for this operation was over before it could be sent: raise operation_timeout or the wait's own timeout")
 }

@@ -35,6 +35,7 @@ enum Operations {
     Foreign { pool: CallersPool, canceller: Canceller },
 }
 
+#[expect(clippy::large_enum_variant, reason = "there is one per client")]
 enum Renewals {
     /// A pool of one, not counted among the others.
     Own(Arc<Pool>),
@@ -390,7 +391,8 @@ impl CallersPool {
         match &self.0 {
             Some(pool) => pool.lend(wait),
             // Only `drop` takes it out.
-            None => Err(LockError::new(ErrorCode::Aborted).with_message("the client is closed")),
+            None => Err(LockError::new(ErrorCode::Aborted)
+                .with_message("the client is closed: make a new one to lock again")),
         }
     }
 

@@ -4,7 +4,7 @@
 //! `LISTEN` once, and holds a **shared** advisory lock on the key's number, in a class of its own,
 //! which says no more than "somebody listens for this key". A release tries the same lock
 //! **exclusively**, in the statement that deletes the row: if it gets it, nobody listens and nothing
-//! is sent (a notification has all commits of a database wait in line, so it is not to be had for
+//! is sent (a notification has all such commits of the server wait in line, so it is not to be had for
 //! nothing); if not, it notifies
 //! (<https://www.postgresql.org/docs/current/sql-notify.html>).
 //!
