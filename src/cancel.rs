@@ -4,7 +4,8 @@
 //! 1. A token fires once and stays fired; its children fire with it, it never fires with them.
 //! 2. A hook runs at most once, on the thread that fires the token, with no lock held; a hook that
 //!    is added to a fired token runs at once, on the adding thread.
-//! 3. A dropped [`Subscription`] never runs afterwards, unless it was already being run.
+//! 3. A dropped [`Subscription`] never runs afterwards, unless the token had fired by then: hooks run one
+//!    after the other, and it may yet have its turn. [`Subscription::remove`] tells.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -181,12 +182,24 @@ pub(crate) struct Subscription {
     id: u64,
 }
 
+impl Subscription {
+    /// Takes the hook away. Whether that was in time: false if it has run or will run.
+    pub(crate) fn remove(self) -> bool {
+        // Without a token nobody can have fired it.
+        self.token.upgrade().is_none_or(|inner| self.take_from(&inner))
+    }
+
+    fn take_from(&self, inner: &Inner) -> bool {
+        // The hook is dropped after the lock: its captures are foreign code.
+        let hook = inner.hooks().list.remove(&self.id);
+        hook.is_some()
+    }
+}
+
 impl Drop for Subscription {
     fn drop(&mut self) {
         if let Some(inner) = self.token.upgrade() {
-            // The hook is dropped after the lock: its captures are foreign code.
-            let hook = inner.hooks().list.remove(&self.id);
-            drop(hook);
+            self.take_from(&inner);
         }
     }
 }
@@ -259,6 +272,37 @@ mod tests {
         let late = token.subscribe(hook(&count));
         assert_eq!(count.load(Ordering::SeqCst), 2, "a late hook runs at once");
         drop((kept, late));
+    }
+
+    #[test]
+    fn a_hook_that_will_have_its_turn_cannot_be_taken_away() {
+        use std::sync::mpsc::channel;
+        let token = CancelToken::new();
+        let ((tell, running), (open, gate)) = (channel(), channel());
+        let gate = Arc::new(Mutex::new(gate));
+        let hook = || {
+            let (tell, gate) = (tell.clone(), Arc::clone(&gate));
+            move || {
+                tell.send(()).unwrap();
+                gate.lock().unwrap().recv().unwrap();
+            }
+        };
+        let early = token.subscribe(hook()).unwrap();
+        let both = [token.subscribe(hook()).unwrap(), token.subscribe(hook()).unwrap()];
+        assert!(early.remove(), "nobody has fired");
+        thread::scope(|scope| {
+            scope.spawn(|| token.cancel());
+            running.recv().unwrap();
+            // One runs, the other waits for it.
+            assert!(!both.map(Subscription::remove).contains(&true));
+            open.send(()).unwrap();
+            open.send(()).unwrap();
+            running.recv().unwrap();
+        });
+        let gone = CancelToken::new();
+        let left = gone.subscribe(hook()).unwrap();
+        drop(gone);
+        assert!(left.remove(), "nobody can fire");
     }
 
     #[test]

@@ -20,12 +20,25 @@
 //!
 //! When in doubt, take a lease. `docs/which-lock.md` in the repository compares them by question.
 //!
+//! # The life of a lease
+//!
+//! ```text
+//!   lock("k")   ── granted, fence 7 ──▶  held          ends in 30 s, by the server's clock
+//!   every 10 s  ── renewed ──────────▶  held          ends in 30 s, again
+//!   drop(guard) ── released ─────────▶  free at once
+//!
+//!   or: killed, paused, cut off          nobody renews it
+//!                                        30 s: its holder, if it runs, knows that it is lost
+//!                                      + 1 s: others may have the key, with fence 8
+//! ```
+//!
 //! # Waiting
 //!
 //! [`lock`](PgLockClient::lock) waits up to 5 s, [`try_lock`](PgLockClient::try_lock) does not wait,
 //! [`with_lock`](PgLockClient::with_lock) runs a closure; [`LockOptions`] says for how long, how
 //! often, and when to give up ([`CancelToken`]). Threads of one client queue first come, first served
-//! and only the first of them asks the server; between processes nobody is promised a place.
+//! and only the first of them asks the server; between processes nobody is promised a place. Locks
+//! are not re-entrant.
 //!
 //! # Losing a lock
 //!
@@ -96,17 +109,29 @@
 //! let memory = MemoryBackend::manual();
 //! let client = LockClient::new(memory.clone());
 //! let guard = client.lock("payment:42")?;
-//! memory.remove("payment:42");
+//! memory.remove("payment:42")?;
 //! memory.advance(Duration::from_secs(11)); // the next renewal finds nothing
 //! assert!(guard.lost().wait_timeout(Duration::from_secs(5)));
 //! assert!(!guard.is_held());
 //! # Ok::<(), syncguard::LockError>(())
 //! ```
 //!
+//! # Where to find more
+//!
+//! | about | where |
+//! | --- | --- |
+//! | choices of a lock, of a client | [`LockOptions`], [`PgLockClientBuilder`] |
+//! | session locks | [`AdvisoryKey`], [`AdvisoryOptions`], [`AdvisoryGuard`] |
+//! | the end of a program | [`PgLockClient::close`], [`CancelToken`] |
+//! | events for logs and metrics | [`telemetry`] |
+//! | who holds what, clean-up, breaking a lock | [`diagnostics`], [`Operator`] |
+//! | time and faults in tests | [`memory`] |
+//! | a backend of one's own | [`backend`], and `contract` with the feature `test-util` |
+//!
 //! # Async programs
 //!
-//! These are blocking calls. Inside a runtime use `spawn_blocking`; guards and clients may be dropped
-//! anywhere.
+//! These are blocking calls. Inside a runtime use `spawn_blocking`, or they fail; guards and clients
+//! may be dropped anywhere.
 
 // A panic in library code is a bug.
 #![warn(
@@ -179,4 +204,6 @@ mod documents {
     struct Errors;
     #[doc = include_str!("../docs/operations.md")]
     struct Operations;
+    #[doc = include_str!("../docs/advisory-locks.md")]
+    struct AdvisoryLocks;
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use postgres::NoTls;
 use r2d2_postgres::PostgresConnectionManager;
-use support::session_locks::{builder, client, has_session_timer, holders, key, named, taken};
+use support::session_locks::{builder, callers_pool, client, has_session_timer, holders, key, named, taken};
 use support::{LIMIT, server, unique, wait_until};
 use syncguard::{
     AdvisoryKey, AdvisoryLost, AdvisoryOptions, CancelToken, DEFAULT_MAX_HOLD, ErrorCode, PgLockClient,
@@ -77,12 +77,7 @@ fn every_number_and_every_pair_is_a_key() {
 
 #[test]
 fn a_connection_goes_back_unlocked_and_as_it_was() {
-    let config: postgres::Config = server().url().parse().unwrap();
-    let pool = r2d2::Pool::builder()
-        .max_size(1)
-        .test_on_check_out(false)
-        .build(PostgresConnectionManager::new(config, NoTls))
-        .unwrap();
+    let pool = callers_pool(server().url(), 1);
     let (pid, timer) = {
         let mut connection = pool.get().unwrap();
         let timer = has_session_timer(&mut connection).then(|| "77s".to_owned());
@@ -333,6 +328,7 @@ fn the_right_to_end_a_session_is_asked_for() {
     let guard = taken(&strong, key());
     let error = weak.terminate_advisory_session(guard.pid()).unwrap_err();
     assert_eq!(error.code(), ErrorCode::AuthFailed);
+    assert!(error.to_string().contains("pg_signal_backend"), "{error}");
     assert!(guard.is_held());
     drop(weak);
     admin.batch_execute(&format!("DROP ROLE {role}")).unwrap();
@@ -377,12 +373,7 @@ fn an_acquire_of_a_lease_names_the_session_lock_that_it_meets() {
 #[test]
 fn a_key_that_is_on_a_callers_connection_already_is_not_free() {
     // A session may take a lock twice: what other code left on it must not let anybody in.
-    let config: postgres::Config = server().url().parse().unwrap();
-    let pool = r2d2::Pool::builder()
-        .max_size(1)
-        .test_on_check_out(false)
-        .build(PostgresConnectionManager::new(config, NoTls))
-        .unwrap();
+    let pool = callers_pool(server().url(), 1);
     let client = builder().build(pool.clone()).unwrap();
     let (key, other) = (key(), key());
     let (number, mut observer) = (key.as_i64().unwrap(), server().client());

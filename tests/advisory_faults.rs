@@ -1,4 +1,4 @@
-//! Session locks when processes, servers and lines between them fail, and where they are refused.
+//! Session locks when processes, servers and lines between them fail.
 
 mod support;
 
@@ -8,12 +8,13 @@ use std::time::{Duration, Instant};
 
 use postgres::{Client, NoTls};
 use r2d2_postgres::PostgresConnectionManager;
-use support::session_locks::has_session_timer;
-use support::wire::{Wire, transaction_pooler};
+use support::proxy::{Action, Proxy};
+use support::session_locks::{has_session_timer, server_port};
+use support::wire::Wire;
 use support::{Config, LIMIT, Server, Stop, Worker, logs, server, unique, wait_until, worker};
 use syncguard::{
-    AdvisoryGuard, AdvisoryKey, AdvisoryLost, AdvisoryOptions, ErrorCode, LockError, PgLockClient,
-    PgLockClientBuilder, ReleaseResult,
+    AdvisoryGuard, AdvisoryKey, AdvisoryLost, AdvisoryOptions, ErrorCode, PgLockClient, PgLockClientBuilder,
+    ReleaseResult,
 };
 
 fn builder() -> PgLockClientBuilder {
@@ -251,6 +252,27 @@ fn a_server_that_has_stopped_keeps_no_deadline_from_firing() {
 }
 
 #[test]
+fn an_idle_session_that_stands_still_does_not_stop_the_thread_that_looks_after_all() {
+    let server = Server::start(&Config::new());
+    let mut observer = server.client();
+    if !has_session_timer(&mut observer) {
+        return;
+    }
+    // On this socket nothing of ours ends a wait for the server.
+    let client = client(server.socket_url());
+    let (first, second) = (taken(&client, key()), taken(&client, key()));
+    let (silent, other) = (first.pid().unsigned_abs(), second.pid());
+    assert_eq!(first.release().unwrap(), ReleaseResult::Released);
+    support::cluster::signal(silent, "STOP");
+    assert_eq!(second.release().unwrap(), ReleaseResult::Released);
+    let sql = "SELECT query LIKE '%set_config(''idle_session_timeout''%' AND state = 'idle' FROM pg_stat_activity WHERE pid = $1";
+    wait_until(LIMIT, "the other session gets its own timer back", || {
+        observer.query_one(sql, &[&other]).unwrap().get(0)
+    });
+    support::cluster::signal(silent, "CONT");
+}
+
+#[test]
 fn a_line_that_goes_silent_is_a_loss() {
     let wire = Wire::to(server_port());
     let client = client(&wire.url());
@@ -328,38 +350,6 @@ fn a_try_that_fails_after_its_grant_leaves_no_lock() {
 }
 
 #[test]
-fn a_standby_refuses() {
-    let server = Server::start(&Config::new());
-    server.stop(Stop::Fast);
-    fs::write(server.data_dir().join("standby.signal"), "").unwrap();
-    server.start_again();
-    let client = client(server.url());
-    for _ in 0..2 {
-        let error = client.try_advisory_lock(&key()).unwrap_err();
-        assert_eq!(error.code(), ErrorCode::ServiceUnavailable);
-        assert!(error.to_string().contains("standby"), "{error}");
-    }
-    let error = client.advisory_lock(&key()).unwrap_err();
-    assert!(error.to_string().contains("standby"), "a wait ends at once: {error}");
-    let mut observer = server.client();
-    let left: i64 =
-        observer.query_one("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'", &[]).unwrap().get(0);
-    assert_eq!(left, 0);
-}
-
-#[test]
-fn a_server_that_became_a_standby_refuses_too() {
-    let server = Server::start(&Config::new());
-    let client = client(server.url());
-    drop(taken(&client, key()));
-    server.stop(Stop::Fast);
-    fs::write(server.data_dir().join("standby.signal"), "").unwrap();
-    server.start_again();
-    let error = client.try_advisory_lock(&key()).unwrap_err();
-    assert!(error.to_string().contains("standby"), "not only at the first lock: {error}");
-}
-
-#[test]
 fn a_token_ends_the_wait_for_a_server_that_does_not_answer() {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -378,68 +368,6 @@ fn a_token_ends_the_wait_for_a_server_that_does_not_answer() {
         assert_eq!(call.join().unwrap().unwrap_err().code(), ErrorCode::Aborted);
     });
     assert!(start.elapsed() < limit, "the token, not the timeout");
-}
-
-#[test]
-fn a_transaction_pooler_is_refused() {
-    let client = client(&transaction_pooler(server_port()));
-    let refused = |error: LockError| {
-        assert_eq!(error.code(), ErrorCode::InvalidArgument);
-        assert!(error.to_string().contains("pooler"), "{error}");
-    };
-    let key = key();
-    refused(client.try_advisory_lock(&key).unwrap_err());
-    refused(client.advisory_lock(&key).unwrap_err());
-    let direct = self::client(server().url());
-    drop(taken(&direct, key));
-}
-
-#[test]
-fn stub_functions_are_refused() {
-    let server = Server::start(&Config::new());
-    let mut admin = server.client();
-    for (name, answer) in [("pg_try_advisory_lock", "true"), ("pg_advisory_unlock", "true")] {
-        admin
-            .batch_execute(&format!(
-                "ALTER FUNCTION pg_catalog.{name}(bigint) RENAME TO real_{name}; \
-                 CREATE FUNCTION pg_catalog.{name}(bigint) RETURNS boolean LANGUAGE sql VOLATILE AS 'SELECT {answer}'"
-            ))
-            .unwrap();
-    }
-    let config: postgres::Config = server.url().parse().unwrap();
-    let one = r2d2::Pool::builder().max_size(1).build(PostgresConnectionManager::new(config, NoTls)).unwrap();
-    // With a second session to compare, and without.
-    for client in [client(server.url()), builder().build(one).unwrap()] {
-        let error = client.try_advisory_lock(&key()).unwrap_err();
-        assert_eq!(error.code(), ErrorCode::InvalidArgument);
-        assert!(error.to_string().contains("stubs"), "{error}");
-    }
-    admin.batch_execute("DROP FUNCTION pg_catalog.pg_try_advisory_lock(bigint)").unwrap();
-    let error = client(server.url()).try_advisory_lock(&key()).unwrap_err();
-    assert_eq!(error.code(), ErrorCode::InvalidArgument);
-    assert!(error.to_string().contains("no session locks"), "{error}");
-}
-
-#[test]
-fn the_tables_of_the_server_are_not_needed() {
-    // An empty database, nothing of ours in it.
-    let name = format!("d{}", unique());
-    let mut admin = server().client();
-    admin.batch_execute(&format!("CREATE DATABASE {name}")).unwrap();
-    let mut config: postgres::Config = server().url().parse().unwrap();
-    config.dbname(&name);
-    let client = builder().connect_with(config, NoTls).unwrap();
-    let (here, there) = (key(), self::client(server().url()));
-    let guard = taken(&client, here);
-    // A key belongs to its database.
-    drop(taken(&there, here));
-    drop((guard, client));
-    admin.batch_execute(&format!("DROP DATABASE {name} WITH (FORCE)")).unwrap();
-}
-
-fn server_port() -> u16 {
-    let config: postgres::Config = server().url().parse().unwrap();
-    config.get_ports()[0]
 }
 
 #[test]
@@ -481,32 +409,48 @@ fn a_grant_whose_answer_comes_when_its_time_is_over_makes_no_guard() {
 }
 
 #[test]
-fn a_session_whose_settings_were_discarded_gets_its_timer_again() {
+fn a_session_whose_settings_or_statements_were_discarded_has_its_timer_and_gets_its_own_back() {
     let server = Server::start(&Config::new());
     let mut observer = server.client();
     if !has_session_timer(&mut observer) {
         return;
     }
-    let wire = Wire::to(server.port());
-    let client = builder().max_connections(1).operation_timeout(LIMIT).connect(&wire.url()).unwrap();
-    let options = holding(Duration::from_millis(1500));
-    let key = key();
-    let first = client.try_advisory_lock_with(&key, &options).unwrap().unwrap();
-    let pid = first.pid();
-    drop(first);
-    wire.speak("DISCARD ALL");
-    let sql =
-        "SELECT count(*) FROM pg_stat_activity WHERE pid = $1 AND query = 'DISCARD ALL' AND state = 'idle'";
-    wait_until(LIMIT, "everything is discarded", || {
-        observer.query_one(sql, &[&pid]).unwrap().get::<_, i64>(0) == 1
-    });
-    let second = client.try_advisory_lock_with(&key, &options).unwrap().unwrap();
-    assert_eq!(second.pid(), pid, "the one connection");
-    // As if the process were stopped: nothing of ours reaches the server any more.
-    wire.go_silent();
-    wait_until(LIMIT / 2, "the server ends the session by itself", || {
-        server.log().contains("idle-session timeout")
-    });
-    support::wait_until_backend_gone(&mut observer, pid);
-    assert!(second.lost().is_cancelled());
+    observer
+        .batch_execute("ALTER ROLE postgres SET idle_session_timeout = '77s'; CREATE TABLE seen (timer text)")
+        .unwrap();
+    let proxy = Proxy::start(server.port());
+    for discard in ["DISCARD ALL", "RESET ALL", "DEALLOCATE ALL", "RESET idle_session_timeout"] {
+        proxy.pass_all();
+        let url = proxy.url(server.url());
+        let client = builder().max_connections(1).operation_timeout(LIMIT).connect(&url).unwrap();
+        let first = taken(&client, key());
+        let pid = first.pid();
+        assert_eq!(first.release().unwrap(), ReleaseResult::Released);
+        let ((tell, stopped), mut said) = (std::sync::mpsc::channel(), false);
+        proxy.on_query(move |sql| {
+            if sql.contains("EXECUTE sg_timed_try_") && !std::mem::replace(&mut said, true) {
+                Action::SayFirst(discard)
+            } else if sql.contains("EXECUTE sg_timed_unlock_") {
+                Action::SayFirst("INSERT INTO seen SELECT current_setting('idle_session_timeout')")
+            } else {
+                if sql.contains("set_config('idle_session_timeout', E'") {
+                    let _ = tell.send(sql.to_owned());
+                }
+                Action::Pass
+            }
+        });
+        let second = taken(&client, key());
+        assert_eq!(second.pid(), pid, "the one connection");
+        assert_eq!(second.release().unwrap(), ReleaseResult::Released);
+        let seen: Vec<String> = observer
+            .query("DELETE FROM seen RETURNING timer", &[])
+            .unwrap()
+            .iter()
+            .map(|row| row.get(0))
+            .collect();
+        assert_eq!(seen, ["31s"], "while it was held, after {discard}");
+        let stop =
+            stopped.recv_timeout(LIMIT).expect("the timer is stopped when no lock has come for a while");
+        assert!(stop.contains("E'77s'") || stop.contains("E'77000ms'"), "after {discard}: {stop}");
+    }
 }

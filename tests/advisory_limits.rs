@@ -1,9 +1,14 @@
-//! Many session locks: thousands of keys, a hundred and fifty guards, a lock table that is full, and
+//! Many session locks: thousands of keys and tries, a hundred and fifty guards, a lock table that is full, and
 //! what a thousand failures of the rarer kinds leave behind.
 
 mod support;
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
+
 use postgres::Client;
+use support::proxy::{Action, Proxy};
 use support::session_locks::{builder, key, taken};
 use support::{Config, LIMIT, Server, together, unique, wait_until};
 use syncguard::{AdvisoryKey, AdvisoryOptions, ErrorCode, ReleaseResult};
@@ -29,6 +34,41 @@ fn five_thousand_keys_are_held_and_shown() {
     assert_eq!(keys.len(), 5001);
     for n in [1, 2500, 5000] {
         assert!(client.try_advisory_lock(&AdvisoryKey::from_i64(-n - 5_000_000_000)).unwrap().is_none());
+    }
+    assert!(guard.is_held());
+}
+
+#[test]
+fn a_try_is_one_message_whether_the_key_is_free_or_held() {
+    const TRIES: usize = 10_000;
+    let server = Server::start(&Config::new());
+    let proxy = Proxy::start(server.port());
+    let client = builder().max_connections(1).connect(&proxy.url(server.url())).unwrap();
+    let holder = builder().connect(server.url()).unwrap();
+    let (free, held) = (key(), key());
+    let long = AdvisoryOptions::new().max_hold(LIMIT * 10);
+    let guard = holder.try_advisory_lock_with(&held, &long).unwrap().unwrap();
+    drop(taken(&client, free));
+    let counted = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&counted);
+    proxy.on_query(move |sql| {
+        count.fetch_add(usize::from(!sql.contains("unlock")), Ordering::SeqCst);
+        Action::Pass
+    });
+    for (key, is_free) in [(free, true), (held, false)] {
+        let before = counted.load(Ordering::SeqCst);
+        let mut times = Vec::with_capacity(TRIES);
+        for _ in 0..TRIES {
+            let start = Instant::now();
+            let found = client.try_advisory_lock(&key).unwrap();
+            times.push(start.elapsed());
+            assert_eq!(found.is_some(), is_free);
+        }
+        // And a few to prepare what is called often.
+        let messages = counted.load(Ordering::SeqCst) - before;
+        assert!((TRIES..TRIES + 10).contains(&messages), "{messages} for {TRIES} tries");
+        times.sort_unstable();
+        eprintln!("free: {is_free}; p50 of {TRIES} tries through a proxy: {:?}", times[TRIES / 2]);
     }
     assert!(guard.is_held());
 }

@@ -105,6 +105,50 @@ fn library_and_server_agree_on_every_text_that_both_fold_alike() {
     assert!(compare(&mut client) > 700, "too few texts were compared");
 }
 
+/// One of a million different texts, in various dress.
+fn text(n: usize) -> String {
+    match n % 4 {
+        0 => format!("user{n}@example.com"),
+        1 => format!("  User.{n}@Example.COM "),
+        2 => n.to_string(),
+        _ => format!("Clean-up of account {n}"),
+    }
+}
+
+#[test]
+fn a_million_texts_have_a_million_numbers_here_and_in_the_server_spread_over_the_whole_range() {
+    const TEXTS: usize = 1_000_000;
+    const BATCH: usize = 20_000;
+    let (_schema, mut client) = installed();
+    let ask = client
+        .prepare(
+            "SELECT array_agg(email_to_lock_id(t.text) ORDER BY t.place) \
+             FROM unnest($1::text[]) WITH ORDINALITY AS t (text, place)",
+        )
+        .unwrap();
+    let mut numbers = Vec::with_capacity(TEXTS);
+    for first in (0..TEXTS).step_by(BATCH) {
+        let texts: Vec<_> = (first..first + BATCH).map(text).collect();
+        let theirs: Vec<i64> = client.query_one(&ask, &[&texts]).unwrap().get(0);
+        assert_eq!(theirs.len(), BATCH);
+        for (text, theirs) in texts.iter().zip(theirs) {
+            assert_eq!(AdvisoryKey::from_text(text).as_i64(), Some(theirs), "{text:?}");
+            numbers.push(theirs);
+        }
+    }
+    let mut top = [0_u32; 256];
+    for number in &numbers {
+        top[usize::from(number.to_be_bytes()[0])] += 1;
+    }
+    numbers.sort_unstable();
+    numbers.dedup();
+    assert_eq!(numbers.len(), TEXTS, "no number twice");
+    let expected = 1_000_000.0 / 256.0;
+    let chi: f64 = top.iter().map(|n| (f64::from(*n) - expected).powi(2) / expected).sum();
+    // By chance one in a million sets of texts would be beyond.
+    assert!(chi < 377.0, "{chi} with 255 degrees of freedom");
+}
+
 #[test]
 fn they_agree_in_a_locale_that_folds_more_letters() {
     let (_database, mut client) = Database::create("C.UTF-8");

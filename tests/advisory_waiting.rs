@@ -72,7 +72,8 @@ fn workers_with_one_key_each_cannot_deadlock() {
     let client = named(&unique(), 32);
     let keys: Vec<_> = (0..8).map(|_| key()).collect();
     together(32, |i| {
-        for round in 0..100 {
+        // More than 10,000 in all.
+        for round in 0..313 {
             let options = AdvisoryOptions::new().timeout(LIMIT);
             drop(client.advisory_lock_with(&keys[(i + round) % keys.len()], &options).unwrap());
         }

@@ -352,3 +352,38 @@ fn the_tokens_of_two_calls_on_one_lease_have_nothing_to_do_with_each_other() {
     assert_eq!(row(&mut observer, "held"), before);
     assert_eq!(client.release(&forged_id(1)).unwrap(), ReleaseResult::Released, "and one without a token");
 }
+
+#[test]
+fn a_token_that_fires_when_the_answer_is_there_ends_no_other_call() {
+    let schema = support::schema();
+    for url in [schema.url(), schema.socket_url()] {
+        let client = leases::connect(PgLockClient::builder().max_connections(1), &url);
+        assert!(!client.is_locked("k").unwrap());
+        for _ in 0..40 {
+            let token = CancelToken::new();
+            // Many are told, one after the other, and the call somewhere among them.
+            let _others: Vec<_> = (0..10_000).map(|_| token.child()).collect();
+            let watching = client.cancellable(&token);
+            let (tell, running) = mpsc::channel();
+            thread::scope(|scope| {
+                scope.spawn(|| {
+                    let error = loop {
+                        let answer = watching.is_locked("k");
+                        let _ = tell.send(());
+                        match answer {
+                            Ok(locked) => assert!(!locked),
+                            Err(error) => break error,
+                        }
+                    };
+                    assert_eq!(error.code(), ErrorCode::Aborted, "{error:?}");
+                    // The same connection, unless it was closed, and nobody has cancelled this.
+                    for _ in 0..100 {
+                        client.is_locked("k").expect("no token was given");
+                    }
+                });
+                running.recv().unwrap();
+                token.cancel();
+            });
+        }
+    }
+}

@@ -365,14 +365,14 @@ fn failures_of_the_system_are_errors_and_never_locked() {
 }
 
 #[test]
-fn bad_ttls_and_lock_ids_are_refused_before_anything_is_sent() {
+fn bad_keys_ttls_and_lock_ids_are_refused_before_anything_is_sent() {
     // Nobody listens on port 1: whatever is sent fails with another code.
     let url = "postgresql://postgres@127.0.0.1:1/postgres";
     let client = leases::connect(PgLockClient::builder().auto_create_tables(false), url);
     let invalid = |error: syncguard::LockError| {
         assert_eq!(error.code(), ErrorCode::InvalidArgument, "{error:?}");
     };
-    let id = forged_id(0);
+    let (id, never) = (forged_id(0), CancelToken::never());
     for ttl in [Duration::ZERO, Duration::from_micros(500), Duration::from_millis(u64::MAX)] {
         invalid(client.acquire("k", ttl).unwrap_err());
         invalid(client.extend(&id, ttl).unwrap_err());
@@ -382,6 +382,15 @@ fn bad_ttls_and_lock_ids_are_refused_before_anything_is_sent() {
         ErrorCode::ServiceUnavailable,
         "a good ttl is sent"
     );
+    for key in ["", "a\0b", &"k".repeat(513), &"e\u{301}".repeat(257)] {
+        invalid(client.acquire(key, TTL).unwrap_err());
+        invalid(client.is_locked(key).unwrap_err());
+        invalid(client.lookup(Lookup::Key(key)).unwrap_err());
+        invalid(client.get_by_key_raw(key).unwrap_err());
+        invalid(LockBackend::acquire(&client, key, TTL, &never).unwrap_err());
+        invalid(LockBackend::is_locked(&client, key, &never).unwrap_err());
+        invalid(LockBackend::lookup(&client, Lookup::Key(key), &never).unwrap_err());
+    }
     for id in [
         "",
         &"a".repeat(21),
@@ -397,6 +406,9 @@ fn bad_ttls_and_lock_ids_are_refused_before_anything_is_sent() {
         invalid(client.release(id).unwrap_err());
         invalid(client.extend(id, TTL).unwrap_err());
         invalid(client.get_by_id(id).unwrap_err());
+        invalid(LockBackend::release(&client, id, &never).unwrap_err());
+        invalid(LockBackend::extend(&client, id, TTL, &never).unwrap_err());
+        invalid(LockBackend::lookup(&client, Lookup::LockId(id), &never).unwrap_err());
         invalid(syncguard::validate_lock_id(id).unwrap_err());
     }
 }

@@ -11,7 +11,7 @@ mod support;
 
 use std::time::Duration;
 
-use support::{Config, Place, Server, TTL, id};
+use support::{Call, Config, Place, Server, TTL, id, unique};
 use syncguard::{
     AcquireResult, CancelToken, Clock, ErrorCode, ExtendOutcome, LockBackend, Lookup, LostReason, Reason,
     ReleaseOutcome, RenewOutcome, Renewal, TIME_TOLERANCE_MS,
@@ -136,4 +136,37 @@ fn every_operation_judges_to_the_millisecond_with_the_time_rounded_down() {
     }
     assert_eq!(client.operator().cleanup_expired(10).unwrap(), 1);
     assert!(place.stored.row("stays").is_some() && place.stored.row("goes").is_none());
+}
+
+/// A contender that has waited judges what it finds then, by the same rule: behind the key's queue
+/// somebody has written a row where none was, behind a row's lock somebody has moved its end.
+#[test]
+fn what_changed_during_a_wait_is_judged_to_the_millisecond_too() {
+    let server = Server::start(&Config::new());
+    let place = stopped(&server, 0);
+    for (expires, live) in [(NOW_MS - TIME_TOLERANCE_MS + 1, true), (NOW_MS - TIME_TOLERANCE_MS, false)] {
+        for (two, in_queue) in [(false, false), (false, true), (true, false), (true, true)] {
+            place.stored.run("DELETE FROM syncguard_locks");
+            let mut other = place.schema.client();
+            let block = if in_queue {
+                "SELECT pg_advisory_xact_lock(hashtext('k'))"
+            } else {
+                expiring(&place, "k", NOW_MS - 5_000);
+                "SELECT FROM syncguard_locks FOR UPDATE"
+            };
+            other.batch_execute(&format!("BEGIN; {block}")).unwrap();
+            let name = unique();
+            let client = place.named(&name);
+            let call = Call::start(&name, move || LockBackend::acquire(&client, "k", TTL, &token(two)));
+            call.wait_until_blocked(&place.stored);
+            let write = format!(
+                "INSERT INTO syncguard_locks VALUES ('k', '{}', {expires}, {expires} - 1000, '000000000000007', 'k') \
+                 ON CONFLICT (key) DO UPDATE SET expires_at_ms = EXCLUDED.expires_at_ms; COMMIT",
+                id("other")
+            );
+            other.batch_execute(&write).unwrap();
+            let refused = call.join().unwrap() == AcquireResult::Locked;
+            assert_eq!(refused, live, "{} ms ago, token: {two}, queue: {in_queue}", NOW_MS - expires);
+        }
+    }
 }

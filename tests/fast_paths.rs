@@ -131,17 +131,17 @@ impl Op {
 
     /// So often that the driver prepares the statement.
     fn warm(self, place: &Place, client: &PgLockClient, key: &str) {
+        // The connection may have ended after its last answer, which only its next use shows.
+        let _ = client.release(&id("nobody"));
         for _ in 0..OFTEN {
             match self {
                 Self::Acquire => {
                     let grant = client.acquire(&place.key("spare"), TTL).unwrap().acquired().unwrap();
                     assert_eq!(client.release(&grant.lock_id).unwrap(), ReleaseResult::Released);
                 }
-                Self::Release => match client.release(&id("nobody")) {
-                    Ok(answer) => assert_eq!(answer, ReleaseResult::NotHeld),
-                    // The connection of a call that was answered in full is cut a moment later.
-                    Err(error) => assert!(error.is_outcome_unknown(), "{error:?}"),
-                },
+                Self::Release => {
+                    assert_eq!(client.release(&id("nobody")).unwrap(), ReleaseResult::NotHeld);
+                }
                 _ => self.check(place, client, key),
             }
         }

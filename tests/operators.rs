@@ -3,6 +3,8 @@
 // A test that fails panics.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
+#[path = "operators/breaking.rs"]
+mod breaking;
 mod support;
 
 use std::time::Duration;
@@ -11,8 +13,8 @@ use support::{
     Call, Config, LIMIT, Place, Role, Server, TTL, id, logs, place, unique, wait_until, wait_until_app_waits,
 };
 use syncguard::{
-    CLEANUP_GUARD_MS, CancelToken, ErrorCode, ExtendResult, Heartbeat, LockBackend, LockOptions, Lookup,
-    LostReason, PgLockClient, Reason, ReleaseOutcome, hash_key,
+    CLEANUP_GUARD_MS, CancelToken, ErrorCode, ExtendResult, LockBackend, Lookup, PgLockClient, Reason,
+    ReleaseOutcome, hash_key,
 };
 
 #[test]
@@ -49,7 +51,7 @@ fn counts_tell_live_expired_and_counters_apart() {
 }
 
 #[test]
-fn waiters_are_the_sessions_in_a_keys_queue_and_whom_they_wait_for() {
+fn waiters_are_the_sessions_that_are_stuck_over_a_key_and_whom_they_wait_for() {
     let place = place();
     let (key, other) = (place.key("a"), place.key("b"));
     let mut holder = place.schema.client();
@@ -88,71 +90,25 @@ fn waiters_are_the_sessions_in_a_keys_queue_and_whom_they_wait_for() {
         assert!(call.join().unwrap().acquired().is_some());
     }
     assert_eq!(operator.waiters(&key).unwrap(), []);
-}
 
-#[test]
-fn breaking_a_lock_frees_the_key_raises_its_fence_and_the_holder_is_told() {
-    let place = place();
-    let key = place.key("a");
-    place.stored.run("CREATE TABLE work (what text)");
-    let (tell, told) = std::sync::mpsc::channel();
-    let options = LockOptions::new()
-        .ttl(TTL)
-        .heartbeat(Heartbeat::Every(Duration::from_millis(100)))
-        .on_lost(move |reason| tell.send(reason).unwrap());
-    let guard = place.client.lock_with(&key, &options).unwrap();
-    let log = logs::capture();
-    let broken = place.client.operator().break_lock(&key, "an operator").unwrap();
-    assert_eq!(broken.was.unwrap().fence, guard.fence());
-    assert!(broken.fence > guard.fence());
-    assert_eq!(place.stored.counter(&key), Some(2));
-    let lines = log.of_this_thread();
-    let line = lines.iter().find(|line| line.text.contains("an operator")).unwrap();
-    assert!(
-        line.level == log::Level::Warn && line.text.contains(&hash_key(&key)) && !line.text.contains(&key)
-    );
-
-    // What the old holder still does under its fence is refused, also before it knows.
-    let mut client = place.schema.client();
-    let mut tx = client.transaction().unwrap();
-    assert_eq!(guard.fence_transaction(&mut tx).unwrap_err().code(), ErrorCode::Aborted);
-    assert!(tx.execute("INSERT INTO work VALUES ('stale')", &[]).is_err());
-    drop(tx);
-    assert!(guard.lost().wait_timeout(LIMIT));
-    assert_eq!(guard.lost_reason(), Some(LostReason::RowMissing));
-    assert_eq!(told.recv_timeout(LIMIT).unwrap(), LostReason::RowMissing);
-    assert!(!guard.is_held());
-    let next = place.client.acquire(&key, TTL).unwrap().acquired().unwrap();
-    assert!(next.fence > broken.fence);
-}
-
-#[test]
-fn breaking_a_free_an_expired_or_an_unknown_key_raises_its_fence_too() {
-    let place = place();
-    let operator = place.client.operator();
-    let (unknown, expired) = (place.key("unknown"), place.key("expired"));
-    let broken = operator.break_lock(&unknown, "a test").unwrap();
-    assert_eq!((broken.was, broken.fence.get()), (None, 1));
-    place.stored.write(&expired, &id("expired"), -5_000, 41);
-    let broken = operator.break_lock(&expired, "a test").unwrap();
-    assert_eq!((broken.was.unwrap().fence.get(), broken.fence.get()), (41, 42));
-    assert!(place.stored.row(&expired).is_none());
-}
-
-#[test]
-fn a_lock_whose_counter_is_in_a_fenced_transaction_is_broken_when_that_has_ended_or_not_at_all() {
-    let place = place();
-    let key = place.key("a");
-    let grant = place.hold(&key);
-    let hasty = place.build(&unique(), PgLockClient::builder().operation_timeout(Duration::from_millis(300)));
-    let mut client = place.schema.client();
-    let mut tx = client.transaction().unwrap();
-    place.client.assert_fence(&mut tx, &key, grant.fence).unwrap();
-    let error = hasty.operator().break_lock(&key, "a test").unwrap_err();
-    assert_eq!((error.code(), error.is_outcome_unknown()), (ErrorCode::NetworkTimeout, false), "{error:?}");
-    assert!(place.stored.row(&key).is_some() && place.stored.counter(&key) == Some(1));
-    tx.commit().unwrap();
-    assert_eq!(place.client.operator().break_lock(&key, "a test").unwrap().fence.get(), 2);
+    // One that is through the queue and waits for the row of a lease that is over.
+    let row = place.key("row");
+    place.stored.write(&row, &id("over"), -5_000, 7);
+    holder
+        .batch_execute(&format!("BEGIN; SELECT FROM syncguard_locks WHERE key = '{row}' FOR UPDATE"))
+        .unwrap();
+    let name = unique();
+    let call = {
+        let (client, key) = (place.named(&name), row.clone());
+        Call::start(&name, move || client.acquire(&key, TTL))
+    };
+    call.wait_until_blocked(&place.stored);
+    let waiters = operator.waiters(&row).unwrap();
+    assert_eq!(waiters.len(), 1, "{waiters:?}");
+    assert_eq!((&waiters[0].application_name, waiters[0].blocked_by.as_slice()), (&name, [pid].as_slice()));
+    holder.batch_execute("COMMIT").unwrap();
+    assert!(call.join().unwrap().acquired().is_some());
+    assert_eq!(operator.waiters(&row).unwrap(), []);
 }
 
 #[test]

@@ -95,6 +95,7 @@ fn no_public_type_shows_a_key_a_lock_id_or_a_password() {
     let client = builder.connect(&url).unwrap();
     shown.debug("PgLockClient", &client);
     shown.debug("LockClient", client.locks());
+    shown.debug("TelemetryHandle", &client.telemetry());
 
     // Leases, with everything that speaks of them.
     let mut ids = Vec::new();

@@ -9,6 +9,7 @@ use crate::floor::Floor;
 use crate::line::Line;
 use crate::pairs::{Pair, time, together};
 use crate::report::Goal::{self, AtLeast, AtMost};
+use crate::stepwise::Stepwise;
 use crate::{Stage, TTL};
 
 pub(crate) fn run(stage: &Stage) {
@@ -17,6 +18,7 @@ pub(crate) fn run(stage: &Stage) {
     cpu::on_one(postmaster, || {
         threaded(stage, &socket, 1, "socket, one processor", AtLeast(0.65));
         durable(stage, &socket);
+        steps(stage, &socket, "socket");
         processor(stage, &socket);
         variants(stage, &socket);
     });
@@ -31,6 +33,7 @@ pub(crate) fn run(stage: &Stage) {
     let line = Line::start(stage.server.port(), Duration::from_micros(500));
     threaded(stage, &line.url(&tcp), 1, "1 ms round trip", AtLeast(0.9));
     threaded(stage, &line.url(&tcp), 16, "1 ms round trip", Goal::None);
+    steps(stage, &line.url(&tcp), "1 ms round trip");
 }
 
 fn cycle(client: &PgLockClient, key: &str) {
@@ -80,6 +83,19 @@ fn durable(stage: &Stage, url: &str) {
     );
     let figure = "the same against two durable commits";
     stage.report.row(figure, pair.speed(), Goal::None, &pair.note(100, ["floor", "ours"]));
+}
+
+/// What one message saves against thirteen.
+fn steps(stage: &Stage, url: &str, way: &str) {
+    let client = PgLockClient::connect(url).unwrap();
+    let mut stepwise = Stepwise::new(url);
+    let pair = Pair::run(
+        stage.blocks,
+        || time(|| (0..40).for_each(|i| stepwise.cycle(&format!("s{i}")))),
+        || time(|| (0..40).for_each(|i| cycle(&client, &format!("s{i}")))),
+    );
+    let figure = format!("acquire + release / the same statement by statement (8 + 5), {way}");
+    stage.report.row(&figure, pair.speed(), Goal::None, &pair.note(40, ["by statement", "ours"]));
 }
 
 fn processor(stage: &Stage, url: &str) {

@@ -54,7 +54,7 @@ fn large(stage: &Stage) {
         let sql = format!("SELECT pg_total_relation_size('{relation}')");
         client.query_one(&sql, &[]).unwrap().get::<_, i64>(0) as f64
     };
-    let note = "with its index, key of 70 characters";
+    let note = "with its index; a key of 64 characters, which is not noted beside it";
     let bytes = size(&mut direct, "syncguard_fence_counters") / f64::from(counters);
     // Keys that have been used and keys that have not, on both sides alike.
     let pair = Pair::run(

@@ -18,6 +18,7 @@ mod many;
 mod pairs;
 mod report;
 mod single;
+mod stepwise;
 
 use std::time::{Duration, Instant};
 

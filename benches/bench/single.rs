@@ -1,15 +1,16 @@
 //! Single operations beside one statement of the same driver; messages and allocations, counted.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use postgres::{Client, NoTls};
 use stats_alloc::Region;
-use syncguard::{AdvisoryKey, CancelToken, ExtendResult, Lookup, PgLockClient};
+use syncguard::{AdvisoryKey, AdvisoryOptions, CancelToken, ExtendResult, Lookup, PgLockClient};
 
 use crate::floor::Floor;
 use crate::line::Line;
 use crate::pairs::{Pair, time};
 use crate::report::Goal::{self, AtLeast, AtMost};
+use crate::report::quantile;
 use crate::{Stage, TTL, cpu};
 
 const N: usize = 200;
@@ -18,6 +19,7 @@ pub(crate) fn run(stage: &Stage) {
     cpu::on_one(stage.server.pid().unwrap(), || {
         operations(stage);
         advisory(stage);
+        tries(stage);
     });
     round_trips(stage);
     allocations(stage);
@@ -82,6 +84,40 @@ fn advisory(stage: &Stage) {
     );
     let figure = "session lock: try + release / the bare functions";
     stage.report.row(figure, pair.speed(), AtLeast(0.9), &pair.note(N, ["bare", "ours"]));
+}
+
+/// Ten thousand tries each of a session lock that is free and of one that is held, one by one; and what
+/// the server needs for them without anything around.
+fn tries(stage: &Stage) {
+    const TRIES: usize = 10_000;
+    let url = stage.schema.socket_url();
+    let (client, holder) = (PgLockClient::connect(&url).unwrap(), PgLockClient::connect(&url).unwrap());
+    let mut bare = Client::connect(&url, NoTls).unwrap();
+    let hour = AdvisoryOptions::new().max_hold(Duration::from_secs(3600));
+    let held = AdvisoryKey::from_text("held");
+    let guard = holder.try_advisory_lock_with(&held, &hour).unwrap().unwrap();
+    for (state, key) in [("free", AdvisoryKey::from_text("free")), ("held", held)] {
+        let mut times = Vec::with_capacity(TRIES);
+        for _ in 0..TRIES {
+            let start = Instant::now();
+            let found = client.try_advisory_lock(&key).unwrap();
+            times.push(start.elapsed().as_secs_f64() * 1e3);
+            assert_eq!(found.is_some(), state == "free");
+        }
+        let p99 = quantile(&times, 0.99);
+        let figure = format!("session lock: a try of a key that is {state}, in ms");
+        stage.report.row(&figure, times, Goal::None, &format!("{TRIES} tries, p50; p99 {p99:.3} ms"));
+        // The target list comes last: the time is read before and after the tries.
+        let sql = format!(
+            "SELECT (EXTRACT(EPOCH FROM clock_timestamp() - s.at) * 1e3 / {TRIES})::float8 \
+             FROM (SELECT clock_timestamp() AS at OFFSET 0) AS s, \
+               LATERAL (SELECT count(pg_try_advisory_lock($1)) FROM generate_series(1, {TRIES}) WHERE s.at > '-infinity') AS t"
+        );
+        let in_server: f64 = bare.query_one(&sql, &[&key.as_i64()]).unwrap().get(0);
+        bare.execute("SELECT pg_advisory_unlock_all()", &[]).unwrap();
+        stage.report.count("… in the server, in ms", in_server, AtMost(1.0), "without message and answer");
+    }
+    drop(guard);
 }
 
 /// Messages to the server per operation, counted on the line.

@@ -261,7 +261,7 @@ impl Drop for Visit<'_> {
 }
 
 fn closed() -> LockError {
-    LockError::new(ErrorCode::Aborted).with_message("the client is closed")
+    LockError::new(ErrorCode::Aborted).with_message("the client is closed: make a new one to lock again")
 }
 
 /// Runs something on a background thread, which must survive its panic.

@@ -70,6 +70,12 @@ impl AdvisoryKey {
     }
 
     /// A pair of numbers: a key of its own, whatever number the two would make together.
+    ///
+    /// Choose the first number freely, but for two that this library uses itself: 1936160619, under which
+    /// clients that wait for a lease note that they listen, and 1398363715, under which tables are created.
+    /// A lock of yours there excludes none of your leases, but you may find the pair taken; a listener may
+    /// not be called, so that it waits a little longer, or be called for nothing; and nobody creates tables
+    /// while you hold the pair that is for that.
     #[must_use]
     pub const fn from_pair(first: i32, second: i32) -> Self {
         Self(Form::Two(first, second))

@@ -82,7 +82,12 @@ pub(super) fn terminate(backend: &Arc<PostgresBackend>, process: i32, cancel: &C
         let told = answers.row(0)?.map(|row| text(row, 0).map(|told| told == Some("t"))).transpose()?;
         Ok(told.unwrap_or(false))
     });
-    found.map_err(Fault::into_error)
+    found.map_err(Fault::into_error).map_err(|error| match error.sqlstate() {
+        Some("42501") => error.with_message(
+            "the role may not end that session: use the session's own role or a member of pg_signal_backend, and a superuser for a superuser's (SQLSTATE 42501)",
+        ),
+        _ => error,
+    })
 }
 
 fn read(row: &Row) -> Result<AdvisorySession> {

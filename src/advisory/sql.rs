@@ -24,7 +24,7 @@ pub(super) struct Grant {
 /// of them in one round trip, with its first try.
 pub(super) struct Statements {
     tries: [Statement; 4],
-    /// The same where the session's timer runs already.
+    /// The same where the session's timer runs already, as far as we know.
     timed_tries: [Statement; 4],
     unlocks: [Statement; 4],
     /// The same where the timer goes on.
@@ -84,17 +84,19 @@ fn family(
     ]
 }
 
-/// One try, and the session's timer if the lock was granted. The inner row is complete before
-/// anything of the outer one is: what the timer was is read before it is set.
+/// One try, and the session's timer: as it is, or, if the lock was granted, as it was and is then. The
+/// inner row is complete before anything of the outer one is: what the timer was is read before it is set.
 fn try_text(function: &str, key: &str, timer: Option<&str>) -> String {
-    let granted =
-        format!("CASE WHEN pg_catalog.pg_is_in_recovery() THEN NULL ELSE pg_catalog.{function}({key}) END");
-    let Some(timer) = timer else { return format!("SELECT pg_catalog.pg_backend_pid(), {granted}") };
+    let found = format!(
+        "pg_catalog.pg_backend_pid() AS pid, \
+         CASE WHEN pg_catalog.pg_is_in_recovery() THEN NULL ELSE pg_catalog.{function}({key}) END AS granted, \
+         pg_catalog.current_setting('idle_session_timeout', true) AS timer"
+    );
+    let Some(timer) = timer else { return format!("SELECT {found}") };
     format!(
-        "SELECT s.pid, s.granted, s.before, CASE WHEN s.granted AND s.before IS NOT NULL \
+        "SELECT s.pid, s.granted, s.timer, CASE WHEN s.granted AND s.timer IS NOT NULL \
            THEN pg_catalog.set_config('idle_session_timeout', {timer}, false) END \
-         FROM (SELECT pg_catalog.pg_backend_pid() AS pid, \
-           pg_catalog.current_setting('idle_session_timeout', true) AS before, {granted} AS granted OFFSET 0) AS s"
+         FROM (SELECT {found} OFFSET 0) AS s"
     )
 }
 
@@ -109,7 +111,9 @@ fn unlock_text(function: &str, key: &str, before: Option<&str>) -> String {
     format!("SELECT pg_catalog.pg_backend_pid(), pg_catalog.{function}({key}){back}")
 }
 
-/// Tries once, and in the same statement sets the session's timer if the lock was granted.
+/// Tries once, and in the same statement sets the session's timer if the lock was granted. One that
+/// runs already is only looked at: setting it twice costs more than the lock. Somebody else may have set
+/// it back (`DISCARD ALL`, `RESET ALL`); then it is set once more.
 pub(super) fn try_lock(
     session: &mut Session<'_>,
     statements: &Statements,
@@ -118,33 +122,37 @@ pub(super) fn try_lock(
     timer: Option<Duration>,
 ) -> Result<Grant, Trouble> {
     let limit_ms = timer_ms(timer);
-    let text_of = limit_ms.to_string();
-    let (running, answers) = loop {
-        let running = session.timer();
-        let runs = running.as_ref().is_some_and(|running| running.limit_ms == limit_ms);
-        let (kind, last) =
-            if runs { (&statements.timed_tries, None) } else { (&statements.tries, Some(&*text_of)) };
-        match call(session, statements, Statements::of(kind, key, shared), key, last) {
-            // What discards statements (`DISCARD ALL`) takes the timer away, too.
-            Err(Trouble::Unprepared) => session.set_timer(None),
-            answers => break (running, answers?),
-        }
-    };
+    let limit = limit_ms.to_string();
+    let running = session.timer();
+    let runs = running.as_ref().is_some_and(|running| running.limit_ms == limit_ms);
+    let (kind, last) =
+        if runs { (&statements.timed_tries, None) } else { (&statements.tries, Some(&*limit)) };
+    let answers = call(session, statements, Statements::of(kind, key, shared), key, last)?;
     let row = required(answers.row(0)?)?;
     let (pid, granted) = (pid(int(row, 0)?)?, flag(row, 1)?);
-    if granted == Some(true) {
+    if granted != Some(true) {
+        return Ok(Grant { pid, granted });
+    }
+    let found = text(row, 2)?;
+    match running {
+        Some(running) if runs => {
+            if found != Some(&running.shown) {
+                ping(session, timer)?;
+            }
+        }
         // What the setting was before the first lock of this session; none where the server has none.
-        let before = match running {
-            Some(running) => Some(running.before),
-            None => text(row, 2)?.map(str::to_owned),
-        };
-        session.set_timer(before.map(|before| SessionTimer { limit_ms, before }));
+        running => {
+            let before = running.map(|running| running.before).or_else(|| found.map(str::to_owned));
+            let shown = text(row, 3)?.map(str::to_owned);
+            let timer = before.zip(shown).map(|(before, shown)| SessionTimer { limit_ms, shown, before });
+            session.set_timer(timer);
+        }
     }
     Ok(Grant { pid, granted })
 }
 
 /// Calls a prepared statement, which is prepared first where that is needed. If somebody has discarded
-/// it: again; the session then prepares once more, and writes it out after that.
+/// it: once more, and after that it is written out.
 fn call(
     session: &mut Session<'_>,
     statements: &Statements,
@@ -157,8 +165,14 @@ fn call(
     args.push(Arg::Int(one));
     args.extend(two.map(Arg::Int));
     args.extend(last.map(Arg::Text));
-    session.prepare(&statements.all())?;
-    session.ask_one(statement, &args)
+    loop {
+        session.prepare(&statements.all())?;
+        match session.ask_one(statement, &args) {
+            // Nothing was done, and the second time in a row the session gives up on preparing.
+            Err(Trouble::Unprepared) => {}
+            answers => return answers,
+        }
+    }
 }
 
 /// Asks a held lock's session whether it is there, and sets its timer anew. The server process.
@@ -170,10 +184,11 @@ pub(super) fn ping(session: &mut Session<'_>, timer: Option<Duration>) -> Result
          THEN pg_catalog.set_config('idle_session_timeout', '{limit_ms}', false) END"
     );
     let answers = session.ask(&Message::new().raw(statement))?;
-    if let Some(running) = session.timer() {
-        session.set_timer(Some(SessionTimer { limit_ms, ..running }));
+    let row = required(answers.row(0)?)?;
+    if let (Some(running), Some(shown)) = (session.timer(), text(row, 1)?) {
+        session.set_timer(Some(SessionTimer { limit_ms, shown: shown.to_owned(), ..running }));
     }
-    Ok(pid(int(required(answers.row(0)?)?, 0)?)?)
+    Ok(pid(int(row, 0)?)?)
 }
 
 /// The server process that answers this session.
@@ -206,12 +221,8 @@ pub(super) fn unlock(
     } else {
         (&statements.unlocks, Some(session.timer().map(|timer| timer.before).unwrap_or_default()))
     };
-    let answers = loop {
-        match call(session, statements, Statements::of(kind, key, shared), key, back.as_deref()) {
-            Err(Trouble::Unprepared) => {}
-            answers => break answers?,
-        }
-    };
+    let statement = Statements::of(kind, key, shared);
+    let answers = call(session, statements, statement, key, back.as_deref())?;
     if back.is_some() {
         session.set_timer(None);
     }

@@ -10,7 +10,7 @@
 //! 2. **Fences grow.** Each grant of a key carries a fence greater than every earlier one of that
 //!    key, through restarts, releases and clean-up, for ever.
 //! 3. **Decisions are atomic.** Resolving the id, judging liveness and changing the lease are one
-//!    indivisible step, and the clock is read after all waits.
+//!    indivisible step, and the clock is read once, after all waits.
 //! 4. **One attempt.** No operation retries contention or waits for a key to become free.
 //! 5. **No guess.** An error either means that nothing was changed, or says that the outcome is
 //!    unknown ([`LockError::with_unknown_outcome`](crate::LockError::with_unknown_outcome)).
@@ -92,7 +92,7 @@ fn in_time<B: LockBackend + ?Sized>(backend: &B, deadline: Moment) -> Result<()>
 
 /// A place where leases are kept. See the [contract](self).
 ///
-/// The five operations are what the specification asks for. The provided methods are what guards
+/// The five operations are those of every SyncGuard client. The provided methods are what guards
 /// need beyond them; a backend that can do better than the default should.
 ///
 /// # Blocking

@@ -181,7 +181,11 @@ impl PgLockClientBuilder {
         self
     }
 
-    /// Builds a client with a pool of its own, without TLS. See [`PgLockClient::connect`], also for errors.
+    /// Builds a client with a pool of its own, without TLS, from `postgresql://…` or key=value pairs.
+    ///
+    /// Errors as those of [`PgLockClient::connect`]; with
+    /// [`auto_create_tables(false)`](Self::auto_create_tables) it does no I/O and fails only with
+    /// `InvalidArgument`.
     ///
     /// # Blocking
     ///
@@ -232,6 +236,12 @@ impl PgLockClientBuilder {
     ///
     /// Set the pool's `test_on_check_out(false)`: the test costs a round trip each time, and stale
     /// connections are replaced anyway.
+    ///
+    /// # Errors
+    ///
+    /// `InvalidArgument` for settings that cannot be; those of [`PgLockClient::setup_schema`], unless
+    /// [`auto_create_tables(false)`](Self::auto_create_tables) leaves that out; `RateLimited` when the
+    /// pool has no connection free in time, `ServiceUnavailable` when it cannot open one.
     ///
     /// # Blocking
     ///

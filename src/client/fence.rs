@@ -13,7 +13,7 @@ impl LockGuard {
     /// Call it **first** in the outermost transaction that writes the protected data. As long as
     /// that transaction is open, no newer holder is granted; if the lease is already over, the
     /// statement fails in the server, so that the transaction cannot be committed even if this error
-    /// is ignored. It locks the key's counter row (`FOR SHARE`,
+    /// is ignored. (Do not: the driver's `commit()` then rolls back and answers `Ok`.) It locks the key's counter row (`FOR SHARE`,
     /// <https://www.postgresql.org/docs/current/explicit-locking.html#LOCKING-ROWS>): keep the
     /// transaction short, the next holder waits for it. Inside a savepoint the protection ends with a
     /// rollback to that savepoint.

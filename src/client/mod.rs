@@ -50,8 +50,9 @@ pub use builder::PgLockClientBuilder;
 /// `COMMIT` that waits for a standby. Name resolution is up to the system and its settings.
 ///
 /// These are calls for ordinary threads. Inside an async runtime use `spawn_blocking`; elsewhere in
-/// a runtime they fail with [`InvalidArgument`](crate::ErrorCode::InvalidArgument). Dropping a guard
-/// or a client there is fine: the work is handed to a thread.
+/// a runtime they fail with [`InvalidArgument`](crate::ErrorCode::InvalidArgument): the driver panics
+/// there, which is caught, but the panic hook prints it, and with `panic = "abort"` it ends the
+/// program. Dropping a guard or a client there is fine: the work is handed to a thread.
 #[derive(Clone)]
 pub struct PgLockClient {
     // Before the locks: the last drop of those may close the backend.
@@ -225,6 +226,10 @@ impl PgLockClient {
     /// The live lease of a key, or with an id. For diagnosis, never to decide whether to release or
     /// extend: those check for themselves.
     ///
+    /// # Errors
+    ///
+    /// As those of [`is_locked`](Self::is_locked).
+    ///
     /// # Blocking
     ///
     /// At most `operation_timeout`.
@@ -263,6 +268,7 @@ impl PgLockClient {
     }
 
     /// The live lease of this key, with raw key and lock id: **sensitive**, for debugging.
+    /// See [`lookup`](Self::lookup).
     ///
     /// # Blocking
     ///
@@ -276,6 +282,7 @@ impl PgLockClient {
     }
 
     /// The live lease with this id, with raw key and lock id: **sensitive**, for debugging.
+    /// See [`lookup`](Self::lookup).
     ///
     /// # Blocking
     ///
@@ -342,7 +349,8 @@ impl PgLockClient {
     }
 
     /// Fails the caller's transaction unless `fence` is the key's newest and its lease is live; see
-    /// [`LockGuard::fence_transaction`], also for errors. For a holder that knows only key and fence.
+    /// [`LockGuard::fence_transaction`], also for errors. For a holder that knows only key and fence. A key
+    /// that cannot be is `InvalidArgument`.
     ///
     /// # Blocking
     ///

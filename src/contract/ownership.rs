@@ -6,6 +6,7 @@ use std::time::Duration;
 use crate::backend::{AcquireResult, Attempt, ExtendOutcome, Reason, ReleaseOutcome};
 use crate::cancel::CancelToken;
 use crate::contract::bench::{Bench, LONG_EXPIRED_MS, TTL, is_or_unknown};
+use crate::model::fence::Fence;
 use crate::model::lock_id::validate_lock_id;
 
 fn attempt(bench: &Bench<'_>, key: &str, lock_id: &str) -> AcquireResult {
@@ -14,8 +15,12 @@ fn attempt(bench: &Bench<'_>, key: &str, lock_id: &str) -> AcquireResult {
 }
 
 pub(super) fn a_held_key_is_an_ordinary_answer(bench: &Bench<'_>) {
-    let (key, held) = bench.held();
-    assert_eq!(bench.try_acquire(&key).unwrap(), AcquireResult::Locked);
+    let key = Bench::key();
+    let granted = bench.try_acquire(&key).unwrap();
+    assert_eq!(granted.fence().map(Fence::get), Some(1));
+    let held = granted.acquired().unwrap();
+    let contended = bench.try_acquire(&key).unwrap();
+    assert_eq!((&contended, contended.fence()), (&AcquireResult::Locked, None));
     assert_eq!(bench.by_id(&held.lock_id).unwrap().expires_at_ms, held.expires_at_ms);
 }
 

@@ -2,7 +2,7 @@
 
 use crate::backend::Lookup;
 use crate::cancel::CancelToken;
-use crate::contract::bench::{Bench, JUST_EXPIRED_MS, LONG_EXPIRED_MS};
+use crate::contract::bench::{Bench, JUST_EXPIRED_MS, LONG_EXPIRED_MS, TTL};
 use crate::diagnostics::{get_by_id, get_by_id_raw, get_by_key, get_by_key_raw, owns};
 use crate::error::ErrorCode;
 use crate::model::hash::hash_key;
@@ -51,7 +51,12 @@ pub(super) fn lookup_by_key_and_by_id_find_the_same(bench: &Bench<'_>) {
     assert_eq!(info.key_hash, hash_key(&key));
     assert_eq!(info.lock_id_hash, hash_key(&grant.lock_id));
     assert_eq!((info.fence, info.expires_at_ms), (grant.fence, grant.expires_at_ms));
-    assert!(info.acquired_at_ms <= info.expires_at_ms);
+    assert_eq!(info.expires_at_ms - info.acquired_at_ms, i64::try_from(TTL.as_millis()).unwrap());
+    // Fields that an extend leaves alone are the grant's own.
+    assert!(bench.extend_to(&grant.lock_id, TTL * 2).is_some());
+    let later = bench.by_id(&grant.lock_id).unwrap();
+    assert_eq!((later.acquired_at_ms, later.fence), (info.acquired_at_ms, info.fence));
+    assert!(later.expires_at_ms > info.expires_at_ms);
 }
 
 pub(super) fn lookup_never_shows_raw_values(bench: &Bench<'_>) {

@@ -42,7 +42,10 @@ pub(super) fn try_lock(client: &LockClient, key: &Arc<str>, plan: &Plan) -> Resu
     let _entered = engine.enter()?;
     let end = engine.call_deadline(Moment::NEVER);
     prepare(engine, plan, end, &merged.token)?;
-    attempt(client, key, plan, end, &merged.token)
+    match attempt(client, key, plan, end, &merged.token)? {
+        Tried::Granted(guard) => Ok(Some(guard)),
+        Tried::Taken | Tried::TooLate => Ok(None),
+    }
 }
 
 /// Waits for the lock.
@@ -103,7 +106,8 @@ struct Waiter<'a> {
     end: Moment,
     start: Moment,
     attempts: u64,
-    /// What the last attempt met, if that was no holder: another session's lock.
+    /// What the last attempt that was answered met, if that was no holder: another session's lock,
+    /// or a ttl that was over too soon.
     conflict: Option<LockError>,
 }
 
@@ -219,14 +223,17 @@ impl Waiter<'_> {
                     return self.forgive(error.with_key(&**key), contended).map(|()| None);
                 }
             };
-        self.conflict = None;
         if !free {
+            self.conflict = None;
             return Ok(None);
         }
         match attempt(client, key, plan, self.end, self.token) {
-            Ok(guard) => Ok(guard),
-            Err(error) => self.forgive(error, contended).map(|()| None),
+            Ok(Tried::Granted(guard)) => return Ok(Some(guard)),
+            Ok(Tried::Taken) => self.conflict = None,
+            Ok(Tried::TooLate) => self.conflict = Some(too_late()),
+            Err(error) => self.forgive(error, contended)?,
         }
+        Ok(None)
     }
 
     /// Contention is waited out. A call that was cut short by our own deadline, after the key was
@@ -267,42 +274,64 @@ impl Waiter<'_> {
     }
 
     fn timed_out(&mut self, cause: Option<LockError>) -> LockError {
-        let waited = self.engine.clock.now().since(self.start).as_secs_f64();
-        let error = LockError::new(ErrorCode::AcquisitionTimeout).with_message(match self.attempts {
-            0 => format!(
-                "the key was not free within {waited:.3} s: no attempt was made, other threads of this process were before us; raise timeout, or hold the lock for less time"
-            ),
-            1 => format!(
-                "the key was not free within {waited:.3} s, at 1 attempt: raise timeout or max_retries, or hold the lock for less time"
-            ),
-            n => format!(
-                "the key was not free within {waited:.3} s, at {n} attempts: raise timeout or max_retries, or hold the lock for less time"
-            ),
-        });
-        match cause.or_else(|| self.conflict.take()) {
+        let now = self.engine.clock.now();
+        let waited = now.since(self.start).as_secs_f64();
+        // Whatever was in the way says more than how the last call was cut short.
+        let met = self.conflict.take();
+        let attempts = match self.attempts {
+            0 => "and no attempt was made: other threads of this process were before us".to_owned(),
+            1 => "in 1 attempt".to_owned(),
+            n => format!("in {n} attempts"),
+        };
+        let advice = match met {
+            None if now < self.end => {
+                "its retries are used up, raise max_retries or hold the lock for less time"
+            }
+            None => "raise timeout, or hold the lock for less time",
+            Some(_) => "what was in the way is the cause of this error",
+        };
+        let error = LockError::new(ErrorCode::AcquisitionTimeout)
+            .with_message(format!("the key could not be taken within {waited:.3} s, {attempts}: {advice}"));
+        match met.or(cause) {
             Some(cause) => error.with_source(cause),
             None => error,
         }
     }
 }
 
-/// Asks the server once, by `end` at the latest. `None` if somebody else holds the key.
+/// What one attempt came to.
+enum Tried {
+    Granted(LockGuard),
+    /// Somebody else holds the key.
+    Taken,
+    /// Granted, but so late that the lease could not be trusted; it was let go.
+    TooLate,
+}
+
+/// Why a grant was let go, for whoever waited in vain.
+fn too_late() -> LockError {
+    LockError::new(ErrorCode::NetworkTimeout).with_message(
+        "the key was granted, but most of the ttl was over when the answer came: raise the ttl, or see what slows the server down",
+    )
+}
+
+/// Asks the server once, by `end` at the latest.
 fn attempt(
     client: &LockClient,
     key: &Arc<str>,
     plan: &Plan,
     end: Moment,
     token: &CancelToken,
-) -> Result<Option<LockGuard>> {
+) -> Result<Tried> {
     let engine = client.engine();
     let sent = engine.clock.now();
-    let granted = match request(engine, key, plan.ttl, end, token) {
-        Ok(AcquireResult::Acquired(granted)) => granted,
-        Ok(AcquireResult::Locked) => return Ok(None),
-        Err(error) => return Err(error),
+    let AcquireResult::Acquired(granted) = request(engine, key, plan.ttl, end, token)? else {
+        return Ok(Tried::Taken);
     };
     let sent = if crate::sabotage::on("deadline") { engine.clock.now() } else { sent };
-    let Some((sent, granted)) = fresh(engine, key, plan.ttl, end, sent, granted) else { return Ok(None) };
+    let Some((sent, granted)) = fresh(engine, key, plan.ttl, end, sent, granted) else {
+        return Ok(Tried::TooLate);
+    };
     let now = engine.clock.now();
     let held = Arc::new(Held {
         id: engine.crew.next_guard(),
@@ -327,7 +356,7 @@ fn attempt(
         engine.abandon(unheld(engine, key, &held.lock_id, over_at));
         engine.check_open()?;
     }
-    Ok(Some(LockGuard::new(Arc::clone(&client.handle), held)))
+    Ok(Tried::Granted(LockGuard::new(Arc::clone(&client.handle), held)))
 }
 
 /// One acquire under an id of our own. After an unknown outcome the error carries that id, and the
@@ -365,7 +394,7 @@ pub(super) fn request(
 }
 
 /// The grant, if at least half of its time is left; otherwise what one extend makes of it. A lease
-/// that is not surely held is let go, and counts as contention.
+/// that is not surely held is let go, and waiting goes on as after contention.
 ///
 /// An extend that is answered after the grant's own end may have found a *later* grant of the same
 /// id, made by a copy of our request that was under way: then its fence is asked for again. The same

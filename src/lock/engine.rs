@@ -119,7 +119,8 @@ impl Engine {
 
     pub(super) fn check_open(&self) -> Result<()> {
         if self.closed.load(Ordering::SeqCst) {
-            return Err(LockError::new(ErrorCode::Aborted).with_message("the client is closed"));
+            return Err(LockError::new(ErrorCode::Aborted)
+                .with_message("the client is closed: make a new one to lock again"));
         }
         Ok(())
     }
@@ -183,7 +184,8 @@ impl Engine {
         }
         let mut threads = guard(&self.threads);
         if threads.over {
-            return Err(LockError::new(ErrorCode::Aborted).with_message("the client is closed"));
+            return Err(LockError::new(ErrorCode::Aborted)
+                .with_message("the client is closed: make a new one to lock again"));
         }
         let failed = |cause| {
             LockError::new(ErrorCode::Internal)

@@ -84,6 +84,8 @@ pub(super) struct State {
     pub(super) deadlines: Vec<(&'static str, Moment)>,
     pub(super) batches: Vec<usize>,
     pub(super) released: Vec<String>,
+    /// The threads that did so.
+    pub(super) released_on: Vec<std::thread::ThreadId>,
     /// Those who watch, and what they are told with.
     pub(super) watching: Vec<(String, OnHeard)>,
 }
@@ -263,6 +265,7 @@ impl LockBackend for Fake {
             let now = self.clock.now();
             let mut state = guard(&self.state);
             state.released.push(lock_id.to_owned());
+            state.released_on.push(std::thread::current().id());
             match Self::find(&mut state, lock_id, now) {
                 Some(key) => {
                     state.rows.remove(&key);

@@ -112,7 +112,9 @@ impl LockOptions {
     }
 
     /// How long `lock` may take in all: queueing, attempts and the waits between them. Default
-    /// [`DEFAULT_TIMEOUT`]. No other option lengthens it. `try_lock` does not wait and ignores it.
+    /// [`DEFAULT_TIMEOUT`]. No other option lengthens it, but [`max_retries`](Self::max_retries) may
+    /// end the wait sooner: raise it together with a timeout of a minute and more. `try_lock` does
+    /// not wait and ignores it.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = Some(Timeout::After(timeout));
         self
@@ -126,7 +128,8 @@ impl LockOptions {
     }
 
     /// How often `lock` tries again: it makes at most this many attempts and one more. Default
-    /// [`DEFAULT_MAX_RETRIES`].
+    /// [`DEFAULT_MAX_RETRIES`]: with the default waits between them they are used up after 51 to 102
+    /// s, with [`Backoff::Fixed`] after half a second to a second.
     ///
     /// Time in this process's queue and attempts that a release in this process called for are free.
     pub fn max_retries(mut self, retries: u32) -> Self {

@@ -84,6 +84,42 @@
 //! # Ok::<(), syncguard::LockError>(())
 //! ```
 //!
+//! # Calls that hang, keys that are taken
+//!
+//! ```
+//! use std::time::Duration;
+//! use syncguard::memory::Call;
+//! use syncguard::{ErrorCode, LockClient, MemoryBackend};
+//!
+//! let memory = MemoryBackend::manual();
+//! let client = LockClient::new(memory.clone());
+//! let limit = Duration::from_secs(5);
+//!
+//! // A server that is silent for a while: the call hangs until the gate is opened …
+//! let gate = memory.hang_next(Call::Acquire);
+//! std::thread::scope(|scope| {
+//!     let call = scope.spawn(|| client.try_lock("report"));
+//!     assert!(gate.wait_for_calls(1, limit));
+//!     gate.open();
+//!     assert!(call.join().unwrap().unwrap().is_some());
+//! });
+//! // … or until its time is over.
+//! let gate = memory.hang_next(Call::Acquire);
+//! std::thread::scope(|scope| {
+//!     let call = scope.spawn(|| client.try_lock("report"));
+//!     assert!(gate.wait_for_calls(1, limit));
+//!     memory.advance(Duration::from_secs(6));
+//!     assert_eq!(call.join().unwrap().unwrap_err().code(), ErrorCode::NetworkTimeout);
+//! });
+//!
+//! // Another process has the key, and dies.
+//! memory.contend("report")?;
+//! assert!(client.try_lock("report")?.is_none());
+//! memory.expire("report")?;
+//! assert!(client.try_lock("report")?.is_some());
+//! # Ok::<(), syncguard::LockError>(())
+//! ```
+//!
 //! # How it works
 //!
 //! One mutex guards the state, and each operation is one critical section in which the server's

@@ -42,7 +42,9 @@ pub fn normalize_and_validate_key(key: &str) -> Result<String> {
         return Err(too_long(key.len()));
     }
     if key.contains('\0') {
-        return Err(LockError::invalid("the key contains U+0000, which PostgreSQL text cannot hold"));
+        return Err(LockError::invalid(
+            "the key contains U+0000, which PostgreSQL text cannot hold: leave it out",
+        ));
     }
     let normal = nfc(key);
     if normal.len() > MAX_KEY_LENGTH_BYTES {

@@ -26,8 +26,8 @@ use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::model::lock_id::LockId;
 use crate::model::time::{TIME_TOLERANCE_MS, Ttl, is_live};
 use crate::postgres::error::{Trouble, is_all_or_nothing};
-use crate::postgres::row::{Row as Line, int, malformed, required, text};
-use crate::postgres::session::{Answers, GRACE, Session};
+use crate::postgres::row::{Answers, Row as Line, int, malformed, required, text};
+use crate::postgres::session::{GRACE, Session};
 use crate::postgres::statement::{Arg, Message, push_quoted};
 use crate::postgres::{Fault, Located, PostgresBackend};
 
@@ -320,7 +320,8 @@ fn granted(row: &Line) -> Result<Option<Round>> {
     Ok(Some(Round::Granted { expires_at_ms, fence }))
 }
 
-fn fence_exhausted() -> LockError {
+/// The refusal of a counter that may not be raised any more.
+pub(crate) fn fence_exhausted() -> LockError {
     Fence::following(FENCE_MAX).err().unwrap_or_else(malformed)
 }
 

@@ -12,7 +12,7 @@ use postgres::{Client, Config, NoTls};
 use tokio_postgres::Socket;
 use tokio_postgres::tls::{MakeTlsConnect, TlsConnect};
 
-use crate::cancel::CancelToken;
+use crate::cancel::{CancelToken, Subscription};
 use crate::error::{LockError, Result};
 use crate::postgres::error::{connect_error, in_runtime};
 use crate::postgres::link::{Encryption, GuardedTls, Link};
@@ -53,8 +53,8 @@ impl Connector {
         let cut = link.clone();
         let watch = cancel.subscribe(move || cut.kill());
         let opened = guard_runtime(|| self.0.open(&link, limit))?;
-        drop(watch);
-        if link.is_dead() {
+        // A token that has fired may cut it yet.
+        if !watch.is_none_or(Subscription::remove) || link.is_dead() {
             if let Ok(client) = opened {
                 drop_client(client);
             }

@@ -187,18 +187,22 @@ fn hint(sqlstate: &str, code: ErrorCode) -> &'static str {
         }
         "3F000" => "the schema does not exist: create it, or name another with the builder's schema()",
         "3D000" => "the database does not exist: check the connection string",
-        "42501" => "the role lacks a right on the lock tables: see the grants in docs/security.md",
+        "42501" => "the role lacks a right that this call needs: see the grants in docs/security.md",
         "25006" => "the server is read-only, a standby perhaps: connect to the primary",
         "40001" | "40P01" => "the transaction lost against another and was rolled back: try again",
         "55P03" => {
-            "another session holds a lock on the row, the table or the key's number, longer than this call may wait"
+            "another session holds a lock on the row, the table or the key's number, longer than this call may wait: see Operator::waiters(), then try again"
         }
-        "57014" => "the server cancelled the statement: its time was over, or an operator ended it",
-        "53100" => "the server's disk is full",
+        "57014" => {
+            "the server cancelled the statement, because its time was over or an operator ended it: try again"
+        }
+        "53100" => "the server's disk is full: make room on it",
         "53300" => "the server has no connection left: raise max_connections, or open fewer",
-        "25P03" | "25P04" | "57P05" => "the server's own time limit ended the session",
+        "25P03" | "25P04" | "57P05" => {
+            "the server's own time limit ended the session: raise it, or try again"
+        }
         "57P01" | "57P02" | "57P03" | "57P04" => {
-            "the server is shutting down, starting up, or ended this session"
+            "the server is shutting down, starting up, or ended this session: try again later"
         }
         _ => match code {
             ErrorCode::ServiceUnavailable => "the server cannot serve this now: try again later",
@@ -208,7 +212,9 @@ fn hint(sqlstate: &str, code: ErrorCode) -> &'static str {
             ErrorCode::InvalidArgument => {
                 "the server refused a value or a name: check table names, key and database encoding"
             }
-            _ => "the server answered with an unexpected error",
+            _ => {
+                "the server answered with an unexpected error: look up the SQLSTATE, and in the server's log"
+            }
         },
     }
 }
@@ -221,15 +227,16 @@ fn transport(error: &postgres::Error) -> (ErrorCode, &'static str) {
             return match io.kind() {
                 io::ErrorKind::TimedOut => (
                     ErrorCode::NetworkTimeout,
-                    "no answer came from the server in time: check the network, or raise operation_timeout",
+                    "no answer came from the server in time: check the network, or raise operation_timeout or the wait's own timeout",
                 ),
                 io::ErrorKind::PermissionDenied => (
                     ErrorCode::ServiceUnavailable,
-                    "the server does not have the attributes that were asked for",
+                    "no server has the attributes that were asked for: check target_session_attrs and the hosts",
                 ),
-                _ => {
-                    (ErrorCode::ServiceUnavailable, "the server cannot be reached, or closed the connection")
-                }
+                _ => (
+                    ErrorCode::ServiceUnavailable,
+                    "the server cannot be reached, or closed the connection: check that it runs and its address, or try again later",
+                ),
             };
         }
         cause = inner.source();
@@ -239,16 +246,16 @@ fn transport(error: &postgres::Error) -> (ErrorCode, &'static str) {
     if text.starts_with("authentication error") {
         (ErrorCode::AuthFailed, "authentication failed: check user and password")
     } else if text.starts_with("invalid conf") || text.starts_with("invalid connection") {
-        (ErrorCode::InvalidArgument, "the connection settings are not valid")
+        (ErrorCode::InvalidArgument, "the connection settings are not valid: the cause says which")
     } else if text.starts_with("error performing TLS") {
         (
             ErrorCode::ServiceUnavailable,
             "the TLS handshake failed: check sslmode, certificates and the connector",
         )
     } else if text.starts_with("unexpected message") || text.starts_with("error parsing") {
-        (ErrorCode::Internal, "the server sent something that PostgreSQL would not send")
+        (ErrorCode::Internal, "the server sent something that PostgreSQL would not send: check the address")
     } else {
-        (ErrorCode::ServiceUnavailable, "the connection to the server is closed")
+        (ErrorCode::ServiceUnavailable, "the connection to the server is closed: try again")
     }
 }
 
@@ -311,6 +318,18 @@ mod tests {
             for state in *states {
                 assert_eq!(code_for(state), *code, "{state}");
             }
+        }
+    }
+
+    #[test]
+    fn every_text_says_what_to_do() {
+        let states = [
+            "42P01", "3F000", "3D000", "42501", "25006", "40001", "55P03", "57014", "53100", "53300",
+            "25P03", "57P01", "58030", "28P01", "22021", "XX000",
+        ];
+        for state in states {
+            let text = hint(state, code_for(state));
+            assert!(text.contains(": "), "{state}: {text}");
         }
     }
 

@@ -93,7 +93,7 @@ pub(crate) fn renew(
     let mut batch = Batch::default();
     let taken: Vec<Result<()>> = leases.iter().map(|lease| batch.take(lease)).collect();
     let mut renewed = match batch.renew(backend, end) {
-        Ok(outcomes) => outcomes.into_iter().map(Ok).collect(),
+        Ok(outcomes) => outcomes,
         // A LockError cannot be cloned: one says why, the others say that.
         Err(error) => {
             let code = error.code();
@@ -128,7 +128,7 @@ impl<'a> Batch<'a> {
         Ok(())
     }
 
-    fn renew(&self, backend: &PostgresBackend, end: Instant) -> Result<Vec<RenewOutcome>> {
+    fn renew(&self, backend: &PostgresBackend, end: Instant) -> Result<Vec<Result<RenewOutcome>>> {
         if self.ids.is_empty() {
             return Ok(Vec::new());
         }
@@ -141,13 +141,14 @@ impl<'a> Batch<'a> {
                 .call(&at.statements.durable, &[])
                 .call(&at.statements.renew, &args);
             let answers = session.commit(&message)?;
-            let mut outcomes = vec![RenewOutcome::Busy; self.ids.len()];
+            let mut outcomes: Vec<_> = self.ids.iter().map(|_| Ok(RenewOutcome::Busy)).collect();
             for row in answers.rows(0)? {
                 let place = usize::try_from(required(int(row, 0)?)?).map_err(|_| malformed())?;
                 let at = place.checked_sub(1).ok_or_else(malformed)?;
                 let (slot, id) = outcomes.get_mut(at).zip(self.ids.get(at)).ok_or_else(malformed)?;
                 let locked = required(text(row, 2)?)? == "t";
-                *slot = outcome(int(row, 1)?, locked, text(row, 3)?, text(row, 4)?, id)?;
+                // The others are renewed, whatever somebody has written in this one's place.
+                *slot = outcome(int(row, 1)?, locked, text(row, 3)?, text(row, 4)?, id);
             }
             Ok(outcomes)
         })

@@ -12,10 +12,9 @@ use crate::error::{ErrorCode, LockError, Result};
 use crate::model::lock_id::LockId;
 use crate::postgres::connect::Connector;
 use crate::postgres::error::Trouble;
-use crate::postgres::pool::Pool;
 use crate::postgres::processes::{Asked, ROUNDS};
-use crate::postgres::row::{flag, int, malformed, required};
-use crate::postgres::session::{Answers, Session};
+use crate::postgres::row::{Answers, flag, int, malformed, required};
+use crate::postgres::session::Session;
 use crate::postgres::source::Connection;
 use crate::postgres::statement::{Message, push_quoted};
 
@@ -109,14 +108,7 @@ impl<'a> Listener<'a> {
     /// The numbers that were called within so much time, from the first call on at once.
     pub(crate) fn listen(&mut self, limit: Duration) -> Result<HashSet<i32>, Fault> {
         let connection = self.connection.as_mut().ok_or_else(gone)?;
-        let link = connection.link().cloned();
-        let cut = link.clone();
-        let _watch = self.line.over.subscribe(move || {
-            if let Some(link) = cut {
-                link.kill();
-            }
-        });
-        if let Some(link) = link {
+        if let Some(link) = connection.link() {
             // The deadline of the last call is over long since, and this is not a call.
             link.unlimited();
         }
@@ -209,8 +201,7 @@ fn process(answers: &Answers) -> Result<i64> {
 
 /// A connection beside those of the pools.
 fn connect(line: &Line) -> Result<Connection, Fault> {
-    let pool = Pool::new(line.connector.clone(), 1, line.limit);
-    Ok(pool.get(Instant::now() + line.limit, &line.over).map(Connection::Own)?)
+    Ok(Connection::alone(line.connector.clone(), line.limit, &line.over)?)
 }
 
 fn gone() -> LockError {

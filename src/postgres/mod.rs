@@ -41,9 +41,9 @@ use std::time::{Duration, Instant};
 pub(crate) use connect::{Connector, guard_runtime, parse_url};
 pub use operator::{BrokenLock, CLEANUP_GUARD_MS, Counts, IdleCounter, Operator, Waiter};
 pub(crate) use processes::{Asked, ROUNDS};
-pub(crate) use row::{Row, flag, int, malformed, required, text};
+pub(crate) use row::{Answers, Row, flag, int, malformed, required, text};
 pub(crate) use schema::Names;
-pub(crate) use session::{Answers, Session};
+pub(crate) use session::Session;
 pub(crate) use source::{Connection, Source};
 pub(crate) use statement::{Arg, Message, SessionTimer, Statement, push_quoted};
 
@@ -168,11 +168,9 @@ impl PostgresBackend {
             return Err(temporary_tables());
         }
         let ddl = self.names.ddl(schema);
-        self.run_bare(end, &never, |session| {
-            let begin = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE";
-            session.transaction(&Message::new().raw(begin).raw(session.alone()).raw(&ddl)).map(drop)
-        })
-        .map_err(Fault::into_error)?;
+        self.run_bare(end, &never, |session| session.transaction(&Message::new().raw(&ddl)).map(drop))
+            .map_err(Fault::into_error)
+            .map_err(may_not_create)?;
         let survey = self.survey(end, &never)?;
         self.remember(&survey)
     }
@@ -260,7 +258,7 @@ impl PostgresBackend {
 
 fn read_survey(session: &mut Session<'_>, names: &Names) -> Result<Survey, Trouble> {
     // Under the caller's search_path: it decides where unqualified tables are.
-    let answers = session.ask(&Message::new().raw(session.alone()).raw(names.survey()?))?;
+    let answers = session.ask(&Message::new().raw(names.survey()?))?;
     let row = required(answers.row(0)?)?;
     let owned = |column| -> Result<Option<String>> { Ok(text(row, column)?.map(str::to_owned)) };
     let flag = |column| -> Result<bool> { Ok(text(row, column)? == Some("t")) };
@@ -275,6 +273,16 @@ fn read_survey(session: &mut Session<'_>, names: &Names) -> Result<Survey, Troub
         encoding: owned(7)?.unwrap_or_default(),
         may_call: flag(8)?,
     })
+}
+
+/// What to do where set-up lacks a right: its grants are not those of a holder.
+fn may_not_create(error: LockError) -> LockError {
+    match error.sqlstate() {
+        Some("42501") => error.with_message(
+            "something of the lock tables is missing and the role may not create it: run schema.sql as a role that may, then build the client with auto_create_tables(false) (SQLSTATE 42501)",
+        ),
+        _ => error,
+    }
 }
 
 /// Temporary tables come before all others on the search path, and each session has its own.

@@ -5,7 +5,7 @@
 //! 2. Clean-up deletes a row only if it is over by more than [`CLEANUP_GUARD_MS`], judged by the
 //!    server's clock on the newest version of the row, in the deleting statement itself.
 //! 3. A broken lock's fence is raised with it, in one transaction: whatever the old holder still
-//!    writes under its fence is refused.
+//!    writes under its fence is refused. Where it cannot be raised, the lock is not broken either.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,20 +16,18 @@ use crate::error::{LockError, Result};
 use crate::model::fence::{FENCE_MAX, Fence};
 use crate::model::hash::hash_key;
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
-use crate::postgres::error::{Trouble, is_uncallable};
+use crate::postgres::acquire::fence_exhausted;
+use crate::postgres::error::{Trouble, is_all_or_nothing, is_uncallable};
 use crate::postgres::listen::call_waiters;
 use crate::postgres::row::{Row, int, malformed, required, text};
 use crate::postgres::session::Session;
-use crate::postgres::sql::{CLOCK, live};
+use crate::postgres::sql::{CLOCK, PLAIN_NAMES, live};
 use crate::postgres::statement::{Arg, Message, Statement};
 use crate::postgres::{Fault, Located, PostgresBackend};
 
 /// How long a lease must be over before clean-up may delete its row, in milliseconds after its
 /// expiry: the tolerance, and as much again, so that no extend can still be on its way.
 pub const CLEANUP_GUARD_MS: i64 = 2000;
-
-/// These statements are rare and written with plain operators: names come from `pg_catalog` alone.
-const PLAIN_NAMES: &str = "SET LOCAL search_path TO pg_catalog, pg_temp";
 
 /// The operator's view of the lock tables. From [`PgLockClient::operator`](crate::PgLockClient::operator).
 ///
@@ -51,7 +49,7 @@ pub struct Counts {
     pub counters: u64,
 }
 
-/// A session that waits for a key. From [`Operator::waiters`].
+/// A session that is stuck over a key. From [`Operator::waiters`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Waiter {
@@ -69,7 +67,8 @@ pub struct Waiter {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct BrokenLock {
-    /// The lease that was taken away, live or not; `None` if the key was free.
+    /// The lease that was taken away, live or not; `None` if the key was free, or if its row was not
+    /// one that a SyncGuard client writes.
     pub was: Option<LockInfo>,
     /// The key's counter now: greater than every fence that was ever granted.
     pub fence: Fence,
@@ -153,8 +152,9 @@ impl Operator {
         Ok(Counts { live: count(0)?, expired: count(1)?, counters: count(2)? })
     }
 
-    /// The sessions that wait in the server for this key's queue right now, in no order. Waiters
-    /// that sleep between two attempts are not in the server and not in this list.
+    /// The acquires of this key that wait in the server right now, in no order: those in its queue, and
+    /// the one that is through and stands before the key's row or counter, which somebody has locked.
+    /// Waiters that sleep between two attempts are not in the server and not in this list.
     ///
     /// # Blocking
     ///
@@ -174,7 +174,8 @@ impl Operator {
                pg_catalog.array_to_string(pg_catalog.pg_blocking_pids(a.pid), ',') \
              FROM pg_catalog.pg_locks AS w JOIN pg_catalog.pg_stat_activity AS a ON a.pid = w.pid, \
                (SELECT pg_catalog.hashtext($1)::int8 AS number) AS k \
-             WHERE w.locktype = 'advisory' AND NOT w.granted AND w.objsubid = 1 \
+             WHERE w.locktype = 'advisory' AND w.objsubid = 1 \
+               AND (NOT w.granted OR pg_catalog.cardinality(pg_catalog.pg_blocking_pids(w.pid)) > 0) \
                AND w.database = (SELECT d.oid FROM pg_catalog.pg_database AS d WHERE d.datname = pg_catalog.current_database()) \
                AND ((w.classid::int8 << 32) | w.objid::int8) = k.number"
                 .into(),
@@ -208,8 +209,9 @@ impl Operator {
     ///
     /// # Errors
     ///
-    /// `NetworkTimeout` if the holder's row or counter stays locked by a transaction; then, as after
-    /// every error but an unknown outcome, nothing was changed.
+    /// `NetworkTimeout` if the holder's row or counter stays locked by a transaction, `Internal` if the
+    /// counter cannot be raised because it is at its limit or was changed by hand. Then, as after every
+    /// error but an unknown outcome, nothing was changed.
     ///
     /// # Blocking
     ///
@@ -234,11 +236,16 @@ impl Operator {
                 session.commit(&message)
             };
             let answers = match attempt(at.calls) {
-                Err(trouble) if at.calls && is_uncallable(&trouble) => attempt(false)?,
+                Err(trouble) if at.calls && is_uncallable(&trouble) => attempt(false),
+                answers => answers,
+            };
+            let answers = match answers {
+                Err(trouble) if is_all_or_nothing(&trouble) => return Err(fence_exhausted().into()),
                 answers => answers?,
             };
             let row = required(answers.row(0)?)?;
-            let was = text(row, 0)?.map(|_| lease(row)).transpose()?;
+            // It is gone for good: a row that cannot be read is no error any more.
+            let was = lease(row).ok();
             let fence = u64::try_from(required(int(row, 6)?)?).ok().and_then(Fence::new);
             Ok(BrokenLock { was: was.map(|lease| lease.sanitized()), fence: required(fence)? })
         });
@@ -249,7 +256,7 @@ impl Operator {
             }
         })?;
         let (hash, fence) = (hash_key(key.as_str()), broken.fence);
-        log::warn!("the lock of key #{hash} was broken by {who}, its fence is now {fence}");
+        log::warn!("the lock of key #{hash} was broken by {who:?}, its fence is now {fence}");
         Ok(broken)
     }
 
@@ -374,7 +381,8 @@ impl PostgresBackend {
     }
 }
 
-/// `(storage key, fence key, user key)`: deletes the row, calls its waiters, and raises the counter.
+/// `(storage key, fence key, user key)`: deletes the row, calls its waiters, and raises the counter, or
+/// fails as a whole (22012, division by zero) if that cannot be raised.
 fn take_away(at: &Located, calls: bool) -> Statement {
     let called = if calls { call_waiters("l.key") } else { "NULL".to_owned() };
     let (locks, fences) = (&at.tables.locks, &at.tables.fences);
@@ -390,7 +398,8 @@ fn take_away(at: &Located, calls: bool) -> Statement {
                INSERT INTO {fences} AS c (fence_key, fence{column}) VALUES ($2, 1{value}) \
                ON CONFLICT (fence_key) DO UPDATE SET fence = c.fence + 1 \
                  WHERE c.fence >= 0 AND c.fence < {FENCE_MAX} RETURNING c.fence) \
-             SELECT gone.*, raised.fence FROM (SELECT 1) AS one LEFT JOIN gone ON true LEFT JOIN raised ON true"
+             SELECT gone.*, raised.fence, 1 / (SELECT count(*) FROM raised) \
+             FROM (SELECT 1) AS one LEFT JOIN gone ON true LEFT JOIN raised ON true"
         ),
     )
 }

@@ -250,5 +250,5 @@ impl Drop for Lent {
 }
 
 fn closed() -> LockError {
-    LockError::new(ErrorCode::Aborted).with_message("the client is closed")
+    LockError::new(ErrorCode::Aborted).with_message("the client is closed: make a new one to lock again")
 }

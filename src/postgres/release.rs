@@ -14,8 +14,8 @@ use crate::error::{ErrorCode, LockError, Result};
 use crate::model::lock_id::LockId;
 use crate::model::time::{TIME_TOLERANCE_MS, is_live};
 use crate::postgres::error::{Trouble, is_all_or_nothing, is_uncallable};
-use crate::postgres::row::{int, required, text};
-use crate::postgres::session::{Answers, Session};
+use crate::postgres::row::{Answers, int, required, text};
+use crate::postgres::session::Session;
 use crate::postgres::statement::{Arg, Message};
 use crate::postgres::{Fault, Located, PostgresBackend};
 

@@ -1,7 +1,7 @@
-//! Rows of answers, and their columns as what we read them for.
+//! Answers, their rows, and their columns as what we read them for.
 
-use postgres::SimpleQueryRow;
 use postgres::types::Type;
+use postgres::{SimpleQueryMessage, SimpleQueryRow};
 
 use crate::error::{ErrorCode, LockError, Result};
 
@@ -9,6 +9,49 @@ use crate::error::{ErrorCode, LockError, Result};
 pub(crate) enum Row {
     Text(SimpleQueryRow),
     Typed(postgres::Row),
+}
+
+/// The rows of one message, by statement.
+pub(crate) struct Answers(Vec<Vec<Row>>);
+
+impl Answers {
+    /// The answers to a message of text.
+    pub(crate) fn of_message(messages: Vec<SimpleQueryMessage>) -> Self {
+        let mut statements = Vec::with_capacity(8);
+        let mut rows = Vec::new();
+        for message in messages {
+            match message {
+                SimpleQueryMessage::Row(row) => rows.push(Row::Text(row)),
+                SimpleQueryMessage::CommandComplete(_) => statements.push(std::mem::take(&mut rows)),
+                _ => {}
+            }
+        }
+        Self(statements)
+    }
+
+    /// The answer to one statement of the driver's.
+    pub(crate) fn of_query(rows: Vec<postgres::Row>) -> Self {
+        Self(vec![rows.into_iter().map(Row::Typed).collect()])
+    }
+
+    /// The only row of a statement, counted from the message's last.
+    pub(crate) fn row(&self, from_last: usize) -> Result<Option<&Row>> {
+        match self.rows(from_last)? {
+            [] => Ok(None),
+            [row] => Ok(Some(row)),
+            _ => Err(malformed()),
+        }
+    }
+
+    /// The rows of a statement, counted from the message's last.
+    pub(crate) fn rows(&self, from_last: usize) -> Result<&[Row]> {
+        self.0.iter().rev().nth(from_last).map(Vec::as_slice).ok_or_else(malformed)
+    }
+
+    /// The rows of the message's last statement, to keep.
+    pub(crate) fn into_last_rows(mut self) -> Vec<Row> {
+        self.0.pop().unwrap_or_default()
+    }
 }
 
 /// A column as text; `None` for NULL.

@@ -9,7 +9,7 @@ use sha2::{Digest, Sha256};
 
 use crate::error::{LockError, Result};
 use crate::postgres::listen::MAY_CALL;
-use crate::postgres::sql::EQ;
+use crate::postgres::sql::{EQ, PLAIN_NAMES};
 use crate::postgres::statement::push_quoted;
 
 /// The DDL, for the default names.
@@ -76,9 +76,10 @@ impl Names {
 
     /// The transaction that creates what is missing, in this schema.
     pub(crate) fn ddl(&self, schema: &str) -> String {
-        let mut ddl = String::from(
-            "SET LOCAL client_min_messages TO warning; SET LOCAL lock_timeout TO '30s'; SET LOCAL statement_timeout TO '60s'; \
-             SET LOCAL synchronous_commit TO on; SET LOCAL search_path TO pg_catalog, pg_temp; ",
+        let mut ddl = format!(
+            "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SET LOCAL client_min_messages TO warning; \
+             SET LOCAL lock_timeout TO '30s'; SET LOCAL statement_timeout TO '60s'; SET LOCAL synchronous_commit TO on; \
+             {PLAIN_NAMES}; ",
         );
         ddl.push_str("SELECT ");
         ddl.push_str(SET_UP_LOCK);

@@ -4,6 +4,9 @@
 //!    open; in any doubt it is closed ([`Session`] closes it unless [`Session::finish`] is reached).
 //! 2. Every wait is bounded twice: by the server's own limits, set in each transaction, and by the
 //!    link's deadline a little later, so that the server's better error comes first where it comes.
+//!    One of a caller's may come with a transaction that other code left open, where what we do could
+//!    be rolled back later and what we see be old. Every message to it says that it must be a
+//!    transaction of its own; where it is not, the connection is closed and replaced.
 //! 3. While a message that does not commit is under way, the caller's token cuts the connection and
 //!    has the server cancel; once a message that commits is sent, nobody cancels it.
 
@@ -11,15 +14,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use postgres::SimpleQueryMessage;
-
 use crate::cancel::{CancelToken, Subscription};
 use crate::error::{ErrorCode, LockError, Result};
 use crate::postgres::connect::{guard_runtime, rest};
 use crate::postgres::error::{Trouble, call_error, is_unprepared};
 use crate::postgres::link::Link;
-use crate::postgres::row::{Row, int, malformed, required, text};
+use crate::postgres::row::{Answers, int, malformed, required, text};
 use crate::postgres::source::Connection;
+use crate::postgres::sql::PLAIN_NAMES;
 use crate::postgres::statement::{Arg, Backend, Handle, LOCKS_FIRST, Memo, Message, SessionTimer, Statement};
 
 /// How much later than the server's limits the client gives up.
@@ -36,14 +38,9 @@ fn often() -> u32 {
     if crate::sabotage::on("patience") { 1 } else { OFTEN }
 }
 
-/// Fails where the message is not the beginning of its transaction: then somebody has left one open on a
-/// connection that is not ours, and what we did in it would be committed, or not, when they like. (A
-/// transaction begins at the time of its first message.)
-const ALONE: &str = "SELECT pg_catalog.sqrt(CASE WHEN pg_catalog.now() OPERATOR(pg_catalog.=) \
-    pg_catalog.statement_timestamp() THEN 1 ELSE -1 END)";
-
-/// The SQLSTATE of the square root of a negative number, which nothing else here takes.
-const NOT_ALONE: &str = "2201F";
+/// Fails, with an error that hardly anything else has, unless the transaction began with this message.
+const ALONE: &str = "SELECT LIMIT CASE WHEN pg_catalog.transaction_timestamp() \
+    OPERATOR(pg_catalog.=) pg_catalog.statement_timestamp() THEN 1 ELSE -1 END";
 
 /// How long a ROLLBACK may take before the connection is closed instead.
 const ROLLBACK_LIMIT: Duration = Duration::from_secs(1);
@@ -59,30 +56,6 @@ pub(crate) struct Session<'a> {
     settled_ms: Option<u64>,
     /// See [`Backend::called`].
     called: Option<String>,
-}
-
-/// The rows of one message, by statement.
-pub(crate) struct Answers(Vec<Vec<Row>>);
-
-impl Answers {
-    /// The only row of a statement, counted from the message's last.
-    pub(crate) fn row(&self, from_last: usize) -> Result<Option<&Row>> {
-        match self.rows(from_last)? {
-            [] => Ok(None),
-            [row] => Ok(Some(row)),
-            _ => Err(malformed()),
-        }
-    }
-
-    /// The rows of a statement, counted from the message's last.
-    pub(crate) fn rows(&self, from_last: usize) -> Result<&[Row]> {
-        self.0.iter().rev().nth(from_last).map(Vec::as_slice).ok_or_else(malformed)
-    }
-
-    /// The rows of the message's last statement, to keep.
-    pub(crate) fn into_last_rows(mut self) -> Vec<Row> {
-        self.0.pop().unwrap_or_default()
-    }
 }
 
 impl<'a> Session<'a> {
@@ -129,8 +102,7 @@ impl<'a> Session<'a> {
         };
         let settled_ms = answers.row(0)?.map(|row| int(row, 2)).transpose()?.flatten();
         self.backend.clone_from(&backend);
-        // On a caller's connection the settings are whatever the application has made of them.
-        let settled_ms = settled_ms.and_then(|ms| u64::try_from(ms).ok()).filter(|_| self.is_own());
+        let settled_ms = settled_ms.and_then(|ms| u64::try_from(ms).ok());
         self.settled_ms = settled_ms;
         let memo = self.connection()?.memo();
         memo.settled_ms = settled_ms;
@@ -188,6 +160,9 @@ impl<'a> Session<'a> {
 
     /// Sends a whole transaction of its own, `BEGIN` to `COMMIT`, as one message.
     pub(crate) fn transaction(&mut self, message: &Message<'_>) -> Result<Answers, Trouble> {
+        if !self.is_own() {
+            self.ask(&Message::new().raw(ALONE))?;
+        }
         self.in_transaction = true;
         self.commit(message)
     }
@@ -231,12 +206,11 @@ impl<'a> Session<'a> {
         self.states("")
     }
 
-    /// The same with names from `pg_catalog` before all others (a temporary type would come first
-    /// otherwise), for statements written with plain operators.
+    /// The same with [`PLAIN_NAMES`].
     pub(crate) fn limits_plain(&self) -> String {
         let limits = self.states("");
         let separator = if limits.is_empty() { "" } else { ";" };
-        format!("SET LOCAL search_path TO pg_catalog, pg_temp{separator}{limits}")
+        format!("{PLAIN_NAMES}{separator}{limits}")
     }
 
     /// The same for a transaction that stays open between two messages, with its `BEGIN`.
@@ -254,12 +228,7 @@ impl<'a> Session<'a> {
     /// one. A limit that is a little late does no harm: where it can be, the client's own is exact.
     fn is_settled(&self) -> bool {
         let left = self.millis_left();
-        self.settled_ms.is_some_and(|limit| left >= limit - (limit / 10).min(LATE_MS))
-    }
-
-    /// What comes first in a transaction that states nothing else.
-    pub(crate) fn alone(&self) -> &'static str {
-        if self.is_own() { "" } else { ALONE }
+        self.is_own() && self.settled_ms.is_some_and(|limit| left >= limit - (limit / 10).min(LATE_MS))
     }
 
     fn states(&self, transaction: &str) -> String {
@@ -267,12 +236,11 @@ impl<'a> Session<'a> {
             return String::new();
         }
         let left = self.millis_left();
-        let alone = self.alone();
-        let separator = if alone.is_empty() { "" } else { ";" };
+        let alone = if self.is_own() { String::new() } else { format!(";{ALONE}") };
         // No sequential scan: a plan made while the table was tiny would keep it when it has grown.
         format!(
-            "{transaction}{alone}{separator}SET LOCAL enable_seqscan TO off;\
-             SET LOCAL lock_timeout TO {left};SET LOCAL statement_timeout TO {}",
+            "{transaction}SET LOCAL enable_seqscan TO off;\
+             SET LOCAL lock_timeout TO {left};SET LOCAL statement_timeout TO {}{alone}",
             left + LOCKS_FIRST
         )
     }
@@ -327,6 +295,10 @@ impl<'a> Session<'a> {
     /// Sends, and notices where prepared statements are gone.
     fn send(&mut self, message: &Message<'_>, commits: bool) -> Result<Answers, Trouble> {
         let outcome = self.simple(message, commits);
+        // It is too late for an isolation level.
+        if matches!(&outcome, Err(Failed::State(state, _)) if state == "25001") && !self.is_own() {
+            return Err(self.left_open());
+        }
         self.noticed(outcome)
     }
 
@@ -357,7 +329,7 @@ impl<'a> Session<'a> {
             self.called = Some(statement.text().to_owned());
         }
         let rows = self.noticed(rows)?;
-        Ok(Answers(vec![rows.into_iter().map(Row::Typed).collect()]))
+        Ok(Answers::of_query(rows))
     }
 
     fn noticed<R>(&mut self, outcome: Result<R, Failed>) -> Result<R, Trouble> {
@@ -383,7 +355,7 @@ impl<'a> Session<'a> {
         let connection = self.connection().map_err(Trouble::Refused)?;
         let text = message.text(connection.memo().plain).map_err(Trouble::Refused)?;
         match self.round_trip(commits, |client| client.simple_query(&text)) {
-            Ok(answers) => Ok(Answers(by_statement(answers))),
+            Ok(answers) => Ok(Answers::of_message(answers)),
             Err(failed) => {
                 self.called = Some(text);
                 Err(failed)
@@ -415,7 +387,7 @@ impl<'a> Session<'a> {
                 return Err(Failed::Trouble(Trouble::Refused(error)));
             }
         };
-        if watch.is_some_and(|watch| watch.fired()) {
+        if watch.is_some_and(Watch::fires) {
             self.cut();
             return Err(Failed::Trouble(Trouble::Refused(LockError::aborted())));
         }
@@ -424,18 +396,12 @@ impl<'a> Session<'a> {
 
     fn failed(&mut self, error: postgres::Error, commits: bool) -> Failed {
         let state = error.code().map(|state| state.code().to_owned());
+        // 25P02: the transaction that was left open has failed already.
+        if matches!(state.as_deref(), Some("2201W" | "25P02")) && !self.is_own() {
+            return Failed::Trouble(self.left_open());
+        }
         let unprepared = is_unprepared(&error);
         let trouble = call_error(error, commits);
-        if matches!(trouble, Trouble::Refused(_)) && self.was_left_in_transaction(state.as_deref(), commits) {
-            log::warn!(
-                "a connection of the caller's pool came with a transaction open on it, which is rolled back: end it before you give it back"
-            );
-            self.cut();
-            let error = LockError::invalid(
-                "connections of the caller's pool come with a transaction open on them: end it before you give a connection back",
-            );
-            return Failed::Trouble(Trouble::Broken { error, in_doubt: false, stale: true });
-        }
         match (state, trouble) {
             (_, trouble @ Trouble::Refused(_)) if unprepared => Failed::Unprepared(trouble),
             (Some(state), trouble @ Trouble::Refused(_)) => Failed::State(state, trouble),
@@ -446,15 +412,14 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Whether a message failed because somebody has left a transaction open on this connection, or one
-    /// that has failed (25P02); or asked for another isolation than it has, which comes too late (25001).
-    fn was_left_in_transaction(&self, state: Option<&str>, commits: bool) -> bool {
-        !self.is_own()
-            && match state {
-                Some(NOT_ALONE | "25P02") => true,
-                Some("25001") => commits || self.in_transaction,
-                _ => false,
-            }
+    /// A caller's connection came with a transaction of other code's, in which nothing of ours was done.
+    fn left_open(&mut self) -> Trouble {
+        self.cut();
+        let what = "a connection of the caller's pool came with an open transaction, which is rolled back: \
+            commit or roll back before you give one back";
+        log::warn!("{what}");
+        let error = LockError::new(ErrorCode::ServiceUnavailable).with_message(what);
+        Trouble::Broken { error, in_doubt: false, stale: true }
     }
 
     /// Has the caller's token end the message that is about to be sent.
@@ -480,7 +445,7 @@ impl<'a> Session<'a> {
                 }
             }
         };
-        Some(Watch { _subscription: self.cancel.subscribe(hook), fired })
+        Some(Watch { subscription: self.cancel.subscribe(hook), fired })
     }
 }
 
@@ -514,31 +479,20 @@ impl From<Failed> for Trouble {
 }
 
 struct Watch {
-    _subscription: Option<Subscription>,
+    subscription: Option<Subscription>,
     fired: Arc<AtomicBool>,
 }
 
 impl Watch {
-    fn fired(&self) -> bool {
-        self.fired.load(Ordering::SeqCst)
+    /// Whether it has cut the connection or is about to: then nobody else may have that.
+    fn fires(self) -> bool {
+        let removed = self.subscription.is_none_or(Subscription::remove);
+        !removed || self.fired.load(Ordering::SeqCst)
     }
 }
 
 /// Our own time is over before anything was sent.
 pub(crate) fn out_of_time() -> LockError {
     LockError::new(ErrorCode::NetworkTimeout)
-        .with_message("the time for this operation was over before it could be sent: raise operation_timeout")
-}
-
-fn by_statement(messages: Vec<SimpleQueryMessage>) -> Vec<Vec<Row>> {
-    let mut statements = Vec::with_capacity(8);
-    let mut rows = Vec::new();
-    for message in messages {
-        match message {
-            SimpleQueryMessage::Row(row) => rows.push(Row::Text(row)),
-            SimpleQueryMessage::CommandComplete(_) => statements.push(std::mem::take(&mut rows)),
-            _ => {}
-        }
-    }
-    statements
+        .with_message("the time for this operation was over before it could be sent: raise operation_timeout or the wait's own timeout")
 }

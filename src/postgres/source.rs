@@ -17,6 +17,9 @@ use crate::postgres::statement::Memo;
 /// How long a caller's pool is waited for at a time, where a token may end the wait.
 const SLICE: Duration = Duration::from_millis(100);
 
+/// How long a caller's pool may take to spare a second connection.
+const SPARE: Duration = Duration::from_secs(1);
+
 /// How long [`Connection::is_open`] listens: the driver looks at the socket only while it waits.
 const LISTEN: Duration = Duration::from_millis(1);
 
@@ -32,6 +35,7 @@ enum Operations {
     Foreign { pool: CallersPool, canceller: Canceller },
 }
 
+#[expect(clippy::large_enum_variant, reason = "there is one per client")]
 enum Renewals {
     /// A pool of one, not counted among the others.
     Own(Arc<Pool>),
@@ -96,15 +100,14 @@ impl Source {
     }
 
     /// A connection beside the one that the caller has, for a moment: of our own where we know how to
-    /// open one, else of the caller's pool. `None` if there is none to be had.
-    pub(crate) fn second(&self, limit: Duration) -> Option<Connection> {
-        let (end, never) = (Instant::now() + limit, CancelToken::never());
-        let found = match self.connector() {
-            // A pool of one, which ends with its connection.
-            Some(connector) => Pool::new(connector.clone(), 1, limit).get(end, &never).map(Connection::Own),
-            None => self.get(end, &never),
-        };
-        found.inspect_err(|error| log::debug!("no second connection: {}", error.chain())).ok()
+    /// open one, else of the caller's pool, and `None` if that has none to spare soon.
+    pub(crate) fn second(&self, end: Instant) -> Result<Option<Connection>> {
+        let never = CancelToken::never();
+        if let Some(connector) = self.connector() {
+            return Connection::alone(connector.clone(), rest(end), &never).map(Some);
+        }
+        let found = self.get(end.min(Instant::now() + SPARE), &never);
+        Ok(found.inspect_err(|error| log::debug!("no second connection: {}", error.chain())).ok())
     }
 
     /// The connection for renewals; hand it back with [`Source::keep`].
@@ -228,6 +231,11 @@ pub(crate) struct Foreign {
 }
 
 impl Connection {
+    /// One beside those of the pools: of a pool of one, which ends with it.
+    pub(crate) fn alone(connector: Connector, limit: Duration, cancel: &CancelToken) -> Result<Self> {
+        Pool::new(connector, 1, limit).get(Instant::now() + limit, cancel).map(Self::Own)
+    }
+
     pub(crate) fn client(&mut self) -> Result<&mut Client> {
         let gone = || {
             LockError::new(ErrorCode::ServiceUnavailable)
@@ -341,7 +349,8 @@ impl Drop for Ending {
         // r2d2 takes only a closed connection out of its pool, so have the server close this one. Its
         // answer may come before its end does; then the next message meets the end.
         let end = "ROLLBACK; SELECT pg_catalog.pg_terminate_backend(pg_catalog.pg_backend_pid())";
-        for message in [end, ""] {
+        // Twice, because a cancel request that was for the last call may still arrive and meet the first.
+        for message in [end, "", end, ""] {
             if lent.client().is_closed() {
                 return;
             }
@@ -382,7 +391,8 @@ impl CallersPool {
         match &self.0 {
             Some(pool) => pool.lend(wait),
             // Only `drop` takes it out.
-            None => Err(LockError::new(ErrorCode::Aborted).with_message("the client is closed")),
+            None => Err(LockError::new(ErrorCode::Aborted)
+                .with_message("the client is closed: make a new one to lock again")),
         }
     }
 

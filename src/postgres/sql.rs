@@ -60,6 +60,10 @@ const DURABLE: &str = "CASE WHEN pg_catalog.current_setting('synchronous_commit'
 /// Lets the commit of this transaction return before it is on disk.
 const RELAXED: &str = "pg_catalog.set_config('synchronous_commit', 'off', true)";
 
+/// Names from `pg_catalog` before all others in this transaction (a temporary type would come first
+/// otherwise), for statements that are written with plain operators.
+pub(crate) const PLAIN_NAMES: &str = "SET LOCAL search_path TO pg_catalog, pg_temp";
+
 /// The liveness rule of [`is_live`](crate::is_live) in SQL, from the same constant.
 pub(crate) fn live(expires_at_ms: &str, now_ms: &str) -> String {
     // Spelled-out operators all have one precedence: nothing binds by itself.
@@ -133,7 +137,7 @@ impl Statements {
                 &[TEXT, TEXT, TEXT],
                 format!(
                     "WITH {} SELECT (SELECT {COUNT} FROM cur), (SELECT {COUNT} FROM counter)",
-                    take(tables, "$1", "$2", "$3")
+                    take(tables)
                 ),
             ),
             view: Statement::new("view", &[TEXT, TEXT], view(tables)),
@@ -243,19 +247,19 @@ pub(crate) fn fenced(tables: &Tables, key: &str, fence_key: &str, fence: Fence) 
 pub(crate) const STALE: &str =
     "syncguard: the lease is over or a newer holder exists; this transaction cannot commit";
 
-/// Looks at a key, and locks its row and its counter if it seems free or is ours.
-fn take(tables: &Tables, key: &str, fence_key: &str, lock_id: &str) -> String {
+/// Looks at the key `$1`, and locks its row and its counter `$2` if it seems free or is ours, `$3`.
+fn take(tables: &Tables) -> String {
     let (locks, fences) = (&tables.locks, &tables.fences);
     let alive = live("l.expires_at_ms", CLOCK);
     format!(
         "look AS MATERIALIZED (\
-           SELECT 1 FROM {locks} AS l WHERE l.key {EQ} {key} AND l.lock_id {NE} {lock_id} AND {alive}), \
+           SELECT 1 FROM {locks} AS l WHERE l.key {EQ} $1 AND l.lock_id {NE} $3 AND {alive}), \
          cur AS MATERIALIZED (\
            SELECT l.lock_id, l.expires_at_ms FROM {locks} AS l \
-           WHERE l.key {EQ} {key} AND NOT EXISTS (SELECT 1 FROM look) FOR UPDATE OF l), \
+           WHERE l.key {EQ} $1 AND NOT EXISTS (SELECT 1 FROM look) FOR UPDATE OF l), \
          counter AS MATERIALIZED (\
            SELECT c.fence FROM {fences} AS c \
-           WHERE c.fence_key {EQ} {fence_key} AND NOT EXISTS (SELECT 1 FROM look) \
+           WHERE c.fence_key {EQ} $2 AND NOT EXISTS (SELECT 1 FROM look) \
              AND (SELECT {COUNT} FROM cur) {GE} 0::pg_catalog.int8 FOR NO KEY UPDATE OF c SKIP LOCKED)"
     )
 }
@@ -268,34 +272,42 @@ fn view(tables: &Tables) -> String {
     )
 }
 
-/// Raises the counter, if it may be raised: neither beyond the limit, nor from a number that nobody
-/// can have counted to.
-fn raise(tables: &Tables, fence_key: &str, user_key: &str, condition: &str) -> String {
+/// Raises the counter `$2` where `condition` has a row, and if it may be raised: neither beyond the
+/// limit, nor from a number that nobody can have counted to.
+fn raise(tables: &Tables, condition: &str) -> String {
     let fences = &tables.fences;
-    let (column, value) = tables.key_debug(user_key);
+    let (column, value) = tables.key_debug("$3");
     format!(
         "f AS (\
-           INSERT INTO {fences} AS c (fence_key, fence{column}) SELECT {fence_key}, 1{value} {condition} \
+           INSERT INTO {fences} AS c (fence_key, fence{column}) SELECT $2, 1{value} {condition} \
            ON CONFLICT (fence_key) DO UPDATE SET fence = c.fence {PLUS} 1 \
              WHERE c.fence {GE} 0 AND c.fence {LT} {FENCE_MAX} RETURNING c.fence)"
     )
 }
 
-/// Raises the counter and writes the row, from the rows of `ok(now)`.
-fn write(tables: &Tables, key: &str, fence_key: &str, user_key: &str, lock_id: &str, ttl: &str) -> String {
+/// Writes the row of `(storage key, fence key, user key, lock id, ttl ms)` with the number and the
+/// time that `fence` and `now` name in `source`.
+fn insert(tables: &Tables, (fence, now): (&str, &str), source: &str, conflict: &str) -> String {
     let locks = &tables.locks;
-    let f = raise(tables, fence_key, user_key, "FROM ok");
+    format!(
+        "u AS (\
+           INSERT INTO {locks} AS l (key, lock_id, expires_at_ms, acquired_at_ms, fence, user_key) \
+           SELECT $1, $4, {now} {PLUS} $5, {now}, pg_catalog.lpad({fence}::pg_catalog.text, 15, '0'), $3 \
+           FROM {source} \
+           ON CONFLICT (key) DO {conflict} RETURNING l.expires_at_ms, l.fence)"
+    )
+}
+
+/// Raises the counter and writes the row, from the rows of `ok(now)`.
+fn write(tables: &Tables) -> String {
     // In DO UPDATE the clock of this statement is in EXCLUDED.acquired_at_ms.
     let alive = live("l.expires_at_ms", "EXCLUDED.acquired_at_ms");
-    format!(
-        "{f}, u AS (\
-           INSERT INTO {locks} AS l (key, lock_id, expires_at_ms, acquired_at_ms, fence, user_key) \
-           SELECT {key}, {lock_id}, ok.now {PLUS} {ttl}, ok.now, pg_catalog.lpad(f.fence::pg_catalog.text, 15, '0'), {user_key} \
-           FROM f, ok \
-           ON CONFLICT (key) DO UPDATE SET lock_id = EXCLUDED.lock_id, expires_at_ms = EXCLUDED.expires_at_ms, \
-             acquired_at_ms = EXCLUDED.acquired_at_ms, fence = EXCLUDED.fence, user_key = EXCLUDED.user_key \
-           WHERE NOT {alive} RETURNING l.expires_at_ms, l.fence)"
-    )
+    let upsert = format!(
+        "UPDATE SET lock_id = EXCLUDED.lock_id, expires_at_ms = EXCLUDED.expires_at_ms, \
+           acquired_at_ms = EXCLUDED.acquired_at_ms, fence = EXCLUDED.fence, user_key = EXCLUDED.user_key \
+         WHERE NOT {alive}"
+    );
+    format!("{}, {}", raise(tables, "FROM ok"), insert(tables, ("f.fence", "ok.now"), "f, ok", &upsert))
 }
 
 /// Fails the message if the counter was raised and the row was not written: a burnt fence must not
@@ -306,7 +318,7 @@ fn grant(tables: &Tables) -> String {
     format!(
         "WITH ok AS MATERIALIZED (SELECT {CLOCK} AS now), {} \
          SELECT (SELECT u.expires_at_ms FROM u), (SELECT u.fence FROM u), {ALL_OR_NOTHING}",
-        write(tables, "$1", "$2", "$3", "$4", "$5")
+        write(tables)
     )
 }
 
@@ -331,7 +343,7 @@ fn acquire(tables: &Tables) -> String {
          {} \
          SELECT (SELECT u.expires_at_ms FROM u), (SELECT u.fence FROM u), {ALL_OR_NOTHING}, \
            (SELECT {COUNT} FROM ok), (SELECT {COUNT} FROM cur WHERE cur.lock_id {EQ} $4)",
-        write(tables, "$1", "$2", "$3", "$4", "$5")
+        write(tables)
     )
 }
 
@@ -360,16 +372,17 @@ fn acquire_absent(tables: &Tables) -> String {
            SELECT pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext($1)::pg_catalog.int8) AS free), \
          look AS MATERIALIZED (\
            SELECT l.expires_at_ms, l.lock_id FROM {locks} AS l WHERE l.key {EQ} $1), \
-         {}, \
-         u AS (\
-           INSERT INTO {locks} AS l (key, lock_id, expires_at_ms, acquired_at_ms, fence, user_key) \
-           SELECT $1, $4, g.now {PLUS} $5, g.now, pg_catalog.lpad(g.fence::pg_catalog.text, 15, '0'), $3 \
-           FROM (SELECT f.fence, {CLOCK} AS now FROM f) AS g \
-           ON CONFLICT (key) DO NOTHING RETURNING l.expires_at_ms, l.fence) \
+         {}, {} \
          SELECT u.expires_at_ms, u.fence, (1 OPERATOR(pg_catalog./) \
            (CASE WHEN u.fence IS NULL THEN 0 ELSE 1 END))::pg_catalog.int8, {DURABLE} FROM f LEFT JOIN u ON true \
          UNION ALL SELECT look.expires_at_ms, look.lock_id, {CLOCK}, NULL FROM look",
-        raise(tables, "$2", "$3", &free)
+        raise(tables, &free),
+        insert(
+            tables,
+            ("g.fence", "g.now"),
+            &format!("(SELECT f.fence, {CLOCK} AS now FROM f) AS g"),
+            "NOTHING"
+        )
     )
 }
 
@@ -462,27 +475,10 @@ mod tests {
     #[test]
     fn each_switch_takes_its_safeguard_out_of_every_statement_that_has_it() {
         let all = Statements::new(&Tables::plain(), true);
-        let all = [
-            ("queue", &all.queue),
-            ("hold", &all.hold),
-            ("view", &all.view),
-            ("grant", &all.grant),
-            ("confirm", &all.confirm),
-            ("acquire", &all.acquire),
-            ("acquire_absent", &all.acquire_absent),
-            ("find", &all.find),
-            ("clock", &all.clock),
-            ("delete", &all.delete),
-            ("update", &all.update),
-            ("release", &all.release),
-            ("release_live", &all.release_live),
-            ("extend", &all.extend),
-            ("renew", &all.renew),
-            ("look", &all.look),
-            ("by_key", &all.by_key),
-            ("by_id", &all.by_id),
-            ("durable", &all.durable),
-        ];
+        let what = |statement: &Statement| {
+            let (name, _digest) = statement.name().rsplit_once('_').unwrap();
+            name.trim_start_matches("sg_").to_owned()
+        };
         for (switch, expected) in [
             ("row-lock", "hold acquire find release extend renew"),
             ("counter-lock", "hold acquire"),
@@ -496,10 +492,8 @@ mod tests {
             ("nothing", ""),
         ] {
             let cut = |text: &str| crate::sabotage::cut(text.to_owned(), &|name| name == switch);
-            let changed = all
-                .iter()
-                .filter(|(_, statement)| cut(statement.text()) != statement.text())
-                .map(|(name, _)| *name);
+            let changed =
+                all.all().into_iter().filter(|statement| cut(statement.text()) != statement.text()).map(what);
             assert_eq!(changed.collect::<Vec<_>>().join(" "), expected, "{switch}");
         }
     }

@@ -34,6 +34,11 @@ impl Statement {
         Self { name, text, types }
     }
 
+    #[cfg(all(test, feature = "sabotage"))]
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
     pub(crate) fn text(&self) -> &str {
         &self.text
     }
@@ -263,6 +268,8 @@ pub(crate) enum Handle {
 pub(crate) struct SessionTimer {
     /// In milliseconds; 0 is no limit.
     pub(crate) limit_ms: u64,
+    /// The same as the server shows it.
+    pub(crate) shown: String,
     pub(crate) before: String,
 }
 

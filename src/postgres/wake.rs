@@ -4,7 +4,7 @@
 //! `LISTEN` once, and holds a **shared** advisory lock on the key's number, in a class of its own,
 //! which says no more than "somebody listens for this key". A release tries the same lock
 //! **exclusively**, in the statement that deletes the row: if it gets it, nobody listens and nothing
-//! is sent (a notification has all commits of a database wait in line, so it is not to be had for
+//! is sent (a notification has all such commits of the server wait in line, so it is not to be had for
 //! nothing); if not, it notifies
 //! (<https://www.postgresql.org/docs/current/sql-notify.html>).
 //!
@@ -22,8 +22,8 @@
 //!    server processes: behind a pooler that shares sessions, both would stay with a stranger. Then
 //!    the one must hear the other's call. Where that fails there is only looking.
 //! 6. The thread opens, registers and listens; it alone uses the connection. It ends when nobody has
-//!    watched for [`IDLE`], or with the client: the token that says so cuts the connection, whatever
-//!    the server does.
+//!    watched for [`IDLE`], or with the client: it looks after each [`SLICE`], and where the server owes
+//!    it an answer the token that says so cuts the connection.
 //! 7. No mutex is held while the server is asked or a watcher is called.
 
 use std::collections::{HashMap, HashSet};
@@ -47,7 +47,8 @@ const IDLE: Duration = Duration::from_secs(5);
 /// How long the thread listens before it looks what else there is to do.
 const SLICE: Duration = Duration::from_millis(50);
 
-/// The same while a key waits to be registered that was refused a moment ago.
+/// The same after a key was refused: a release that is under way is over soon. Doubled each time, for it
+/// may be somebody's lock, which stays.
 const SHORT_SLICE: Duration = Duration::from_millis(2);
 
 /// How long a failure keeps the thread from the next attempt, at first and at most.
@@ -56,7 +57,7 @@ const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs
 /// The same where calls cannot work: a pooler, a standby, a server without them.
 const RETRY_ELSEWHERE: Duration = Duration::from_secs(600);
 
-/// How long closing waits for the thread, which has nothing to wait for then.
+/// How long closing waits for the thread, which has little to wait for then: a slice and a farewell.
 const CLOSING: Duration = Duration::from_secs(1);
 
 /// The watches of one client. Dropping it ends them.
@@ -334,6 +335,7 @@ fn run(shared: &Shared) {
 
 /// Registers, listens and calls, until nobody needs it any more.
 fn serve(shared: &Shared, mut listener: Listener<'_>) -> Result<(), Fault> {
+    let mut short = SHORT_SLICE;
     while let Some(work) = shared.work() {
         let mut slice = SLICE;
         if !work.unregister.is_empty() {
@@ -341,8 +343,11 @@ fn serve(shared: &Shared, mut listener: Listener<'_>) -> Result<(), Fault> {
         }
         if !work.register.is_empty() {
             let numbers = listener.register(&work.register)?;
-            if !shared.registered(&work.register, &numbers) {
-                slice = SHORT_SLICE;
+            if shared.registered(&work.register, &numbers) {
+                short = SHORT_SLICE;
+            } else {
+                slice = short;
+                short = SLICE.min(short * 2);
             }
         }
         let numbers = listener.listen(slice)?;

@@ -293,7 +293,10 @@ impl<B: LockBackend> LockBackend for Telemetry<B> {
 
 impl<B: fmt::Debug> fmt::Debug for Telemetry<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Telemetry").field("inner", &self.inner).field("events", &self.handle()).finish()
+        f.debug_struct("Telemetry")
+            .field("inner", &self.inner)
+            .field("events", &self.handle())
+            .finish_non_exhaustive()
     }
 }
 

@@ -10,7 +10,7 @@
 //!    first out, so `settled >= n` says that the first `n` of them are over. (An event refused
 //!    for lack of room must not count there: a flush would end too early.)
 //! 4. There is at most one thread, started with the first event. It ends when the queue is closed
-//!    and empty, or closed and given up; then `running` is false for good.
+//!    and empty, or closed and given up; then `stage` is `Ended` for good.
 //! 5. The thread and a [`TelemetryHandle`] hold the [`Queue`], never the [`Sink`]: so the drop of the
 //!    last backend is what closes the queue, and it may happen on the telemetry thread itself, inside a
 //!    callback.
@@ -141,6 +141,7 @@ impl TelemetryHandle {
     /// # Cancellation
     ///
     /// None.
+    #[allow(clippy::must_use_candidate, reason = "waiting is what it is called for")]
     pub fn flush(&self, timeout: Duration) -> bool {
         self.queue.flush(timeout)
     }

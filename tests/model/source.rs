@@ -4,10 +4,7 @@
 /// What the model takes for granted, and the text that it rests on.
 const STATEMENTS: [(&str, &str); 23] = [
     ("contenders queue", "pg_catalog.pg_advisory_xact_lock("),
-    (
-        "a live row is looked at, and left alone",
-        "WHERE l.key {EQ} {key} AND l.lock_id {NE} {lock_id} AND {alive})",
-    ),
+    ("a live row is looked at, and left alone", "WHERE l.key {EQ} $1 AND l.lock_id {NE} $3 AND {alive})"),
     ("a free row is locked by its key", "NOT EXISTS (SELECT 1 FROM look) FOR UPDATE OF l)"),
     ("the same in one message", "(l.lock_id {EQ} $4 OR NOT {alive}) FOR UPDATE OF l)"),
     (
@@ -15,7 +12,7 @@ const STATEMENTS: [(&str, &str); 23] = [
         "(SELECT {COUNT} FROM {locks} AS l WHERE l.key {EQ} $1) {EQ} (SELECT {COUNT} FROM cur)",
     ),
     ("the counter is taken or skipped", "FOR NO KEY UPDATE OF c SKIP LOCKED)"),
-    ("the upsert decides again", "WHERE NOT {alive} RETURNING l.expires_at_ms, l.fence)"),
+    ("the upsert decides again", "user_key = EXCLUDED.user_key \\\n         WHERE NOT {alive}\""),
     ("all or nothing", "(CASE WHEN EXISTS (SELECT 1 FROM f) AND NOT EXISTS (SELECT 1 FROM u)"),
     ("release and extend lock the row by its id", "WHERE l.lock_id {EQ} $1 FOR UPDATE"),
     (
@@ -35,8 +32,11 @@ const STATEMENTS: [(&str, &str); 23] = [
     ("it looks for any row", "SELECT l.expires_at_ms, l.lock_id FROM {locks} AS l WHERE l.key {EQ} $1)"),
     ("nothing happens unless it is first", "FROM queue WHERE queue.free AND NOT EXISTS (SELECT 1 FROM look)"),
     ("a counter that is somebody's is left alone", "x.xmax {NE} '0'::pg_catalog.xid AND x.xmax {NE} x.xmin)"),
-    ("its clock comes after the counter", "FROM (SELECT f.fence, {CLOCK} AS now FROM f) AS g"),
-    ("the index decides, not the look", "ON CONFLICT (key) DO NOTHING RETURNING l.expires_at_ms, l.fence)"),
+    (
+        "its clock comes after the counter",
+        "(\"g.fence\", \"g.now\"),\n            &format!(\"(SELECT f.fence, {CLOCK} AS now FROM f) AS g\")",
+    ),
+    ("the index decides, not the look", "AS now FROM f) AS g\"),\n            \"NOTHING\""),
     ("it is all or nothing, too", "(CASE WHEN u.fence IS NULL THEN 0 ELSE 1 END))"),
     (
         "a live lease is judged when it is found",

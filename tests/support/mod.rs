@@ -45,6 +45,7 @@ pub mod clock;
 pub mod cluster;
 pub mod keeper;
 pub mod leases;
+pub mod listeners;
 pub mod logs;
 pub mod place;
 pub mod proxy;

@@ -39,6 +39,8 @@ pub enum Action {
     /// What a pooler does between two clients: everything of the session is forgotten before the query.
     /// Within a transaction: as `Pass`.
     DiscardAll,
+    /// The same with another statement.
+    SayFirst(&'static str),
     /// The client is cut, and the query arrives after this time; `None`: when the gate opens.
     Zombie(Option<Duration>),
 }
@@ -54,6 +56,7 @@ impl Action {
             Self::DelayQuery(_) => "query delayed",
             Self::DelayAnswer(_) => "answer delayed",
             Self::DiscardAll => "DISCARD ALL before the query",
+            Self::SayFirst(_) => "another statement before the query",
             Self::Zombie(_) => "query arrives after its client has gone",
         }
     }
@@ -104,7 +107,7 @@ enum Answer {
     CutAt(usize, Vec<u8>),
     Swallow,
     Delay(Duration),
-    /// That to `DISCARD ALL` is nobody's business.
+    /// That to what was said first is nobody's business.
     PassSecond,
     /// Of a zombie: nobody listens.
     Unheard,
@@ -327,7 +330,8 @@ fn pump_queries(
             server.write_all(&frame)?;
             continue;
         };
-        match inner.decide(&sql) {
+        let action = inner.decide(&sql);
+        match action {
             Action::CutQueryAt(n) => {
                 server.write_all(frame.get(..n.min(frame.len() - 1)).unwrap_or_default())?;
                 return cut(&client);
@@ -343,12 +347,13 @@ fn pump_queries(
                 set(Answer::Pass);
                 thread::sleep(delay);
             }
-            Action::DiscardAll if idle.load(Ordering::SeqCst) => {
+            Action::DiscardAll | Action::SayFirst(_) if idle.load(Ordering::SeqCst) => {
                 set(Answer::PassSecond);
-                server.write_all(&query("DISCARD ALL"))?;
+                let said = if let Action::SayFirst(said) = action { said } else { "DISCARD ALL" };
+                server.write_all(&query(said))?;
             }
             // Within a transaction there is nothing to discard.
-            Action::Pass | Action::DiscardAll => set(Answer::Pass),
+            Action::Pass | Action::DiscardAll | Action::SayFirst(_) => set(Answer::Pass),
             Action::DelayAnswer(delay) => set(Answer::Delay(delay)),
             Action::Zombie(delay) => {
                 set(Answer::Unheard);

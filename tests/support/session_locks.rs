@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 use postgres::{Client, NoTls};
+use r2d2_postgres::PostgresConnectionManager;
 use syncguard::{AdvisoryGuard, AdvisoryKey, PgLockClient, PgLockClientBuilder};
 
 use super::{LIMIT, server, unique};
@@ -21,6 +22,18 @@ pub fn named(name: &str, max: u32) -> PgLockClient {
     let mut config: postgres::Config = server().url().parse().unwrap();
     config.application_name(name);
     builder().max_connections(max).connect_with(config, NoTls).unwrap()
+}
+
+/// A caller's pool of this many connections, which are not tested when they are lent.
+pub fn callers_pool(url: &str, max: u32) -> r2d2::Pool<PostgresConnectionManager<NoTls>> {
+    let manager = PostgresConnectionManager::new(url.parse().unwrap(), NoTls);
+    r2d2::Pool::builder().max_size(max).test_on_check_out(false).build(manager).unwrap()
+}
+
+/// Where the shared server listens.
+pub fn server_port() -> u16 {
+    let config: postgres::Config = server().url().parse().unwrap();
+    config.get_ports()[0]
 }
 
 pub fn key() -> AdvisoryKey {

@@ -18,6 +18,8 @@ pub struct Wire {
 struct State {
     /// Nothing is forwarded any more, and nothing is closed.
     silent: AtomicBool,
+    /// How many bytes of clients have vanished.
+    lost: AtomicUsize,
     /// How many answers to keep from the client.
     swallow: AtomicUsize,
     servers: Mutex<Vec<TcpStream>>,
@@ -56,6 +58,11 @@ impl Wire {
         self.state.silent.store(true, Ordering::SeqCst);
     }
 
+    /// How many bytes of clients have vanished since.
+    pub fn lost(&self) -> usize {
+        self.state.lost.load(Ordering::SeqCst)
+    }
+
     /// Ends the servers' side, as a failover does, while the clients hear nothing of it.
     pub fn end_sessions_silently(&self) {
         self.go_silent();
@@ -80,7 +87,9 @@ impl State {
     fn pump(&self, mut from: TcpStream, mut to: TcpStream) {
         let mut bytes = [0; 4096];
         while let Ok(n @ 1..) = from.read(&mut bytes) {
-            if !self.silent.load(Ordering::SeqCst) && to.write_all(&bytes[..n]).is_err() {
+            if self.silent.load(Ordering::SeqCst) {
+                self.lost.fetch_add(n, Ordering::SeqCst);
+            } else if to.write_all(&bytes[..n]).is_err() {
                 break;
             }
         }

@@ -303,6 +303,8 @@ fn with_lock_releases_before_a_panic_goes_on() {
     assert_eq!(*result.unwrap_err().downcast::<i32>().unwrap(), 7);
     assert!(fake.row("k").is_none());
     assert_eq!(fake.count("release"), 1);
+    // Not by the worker, which would be a moment later.
+    assert_eq!(guard(&fake.state).released_on, [std::thread::current().id()]);
 }
 
 #[test]

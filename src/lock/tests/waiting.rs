@@ -22,11 +22,12 @@ fn attempts_are_one_and_the_retries_and_the_error_says_how_many() {
     let options = LockOptions::new().retry_delay(Duration::ZERO).max_retries(3).wait_forever();
     let error = client(&fake).lock_with("k", &options).unwrap_err();
     assert_eq!(error.code(), ErrorCode::AcquisitionTimeout);
-    assert!(error.to_string().contains("at 4 attempts"), "{error}");
+    assert!(error.to_string().contains("in 4 attempts"), "{error}");
+    assert!(error.to_string().contains("raise max_retries"), "not the time: {error}");
     assert_eq!(error.key(), Some("k"));
     assert_eq!((fake.count("attempt"), fake.count("peek")), (1, 3));
     let none = LockOptions::new().max_retries(0);
-    assert!(client(&fake).lock_with("k", &none).unwrap_err().to_string().contains("at 1 attempt:"));
+    assert!(client(&fake).lock_with("k", &none).unwrap_err().to_string().contains("in 1 attempt:"));
 }
 
 #[test]
@@ -55,6 +56,7 @@ fn a_timeout_of_zero_makes_no_attempt() {
     let fake = Fake::on(Clock::system());
     let error = client(&fake).lock_with("k", &LockOptions::new().timeout(Duration::ZERO)).unwrap_err();
     assert_eq!(error.code(), ErrorCode::AcquisitionTimeout);
+    assert!(error.to_string().contains("raise timeout"), "not the retries: {error}");
     assert!(guard(&fake.state).log.is_empty());
 }
 
@@ -208,6 +210,21 @@ fn a_grant_that_comes_late_is_extended_before_it_is_handed_out() {
         eventually("it is let go", || fake.row("k").is_none());
     }
     let _ = clock;
+}
+
+#[test]
+fn who_waits_in_vain_because_of_the_ttl_is_told_so() {
+    let (fake, _clock) = Fake::manual();
+    let client = client(&fake);
+    fake.script("attempt", [Script::Slow(s(3)), Script::No]);
+    fake.script("extend", [Script::No]);
+    let options = LockOptions::new().ttl(s(5)).heartbeat(Heartbeat::Off).max_retries(0).wait_forever();
+    let cause = |error: LockError| std::error::Error::source(&error).map(ToString::to_string);
+    let late = client.lock_with("k", &options).unwrap_err();
+    assert_eq!(late.code(), ErrorCode::AcquisitionTimeout);
+    assert!(cause(late).unwrap().contains("raise the ttl"));
+    let taken = client.lock_with("k", &options).unwrap_err();
+    assert_eq!(cause(taken), None, "a holder was in the way, not the ttl");
 }
 
 #[test]

@@ -1,0 +1,180 @@
+//! The names and shapes that other programs are written against. It has to compile: what is moved,
+//! renamed or given another type breaks them, whatever else works.
+
+#![allow(clippy::unwrap_used)]
+
+use std::error::Error;
+use std::fmt::Display;
+use std::hash::Hash;
+use std::str::FromStr;
+use std::time::Duration;
+
+use postgres::{Client, Config, NoTls, Transaction};
+use syncguard::{
+    AcquireResult, Acquired, AdvisoryGuard, AdvisoryKey, AdvisoryOptions, Backoff, CancelToken, Capabilities,
+    CloseReport, ErrorCode, ExtendResult, Fence, Heartbeat, Jitter, LockBackend, LockError, LockGuard,
+    LockInfo, LockInfoDebug, LockOptions, Lookup, LostReason, MemoryBackend, PgLockClient,
+    PgLockClientBuilder, ReleaseErrorContext, ReleaseResult, Result, TelemetryOptions,
+};
+
+type Pool = r2d2::Pool<r2d2_postgres::PostgresConnectionManager<NoTls>>;
+
+/// Only its compilation says something.
+fn builder(pool: Pool, config: &Config) -> [Result<PgLockClient>; 3] {
+    let builder: PgLockClientBuilder = PgLockClient::builder()
+        .table_name("locks")
+        .fence_table_name("fences")
+        .schema("app")
+        .auto_create_tables(true)
+        .cleanup_in_is_locked(false)
+        .max_connections(10)
+        .connection_timeout(Duration::from_secs(1))
+        .operation_timeout(Duration::from_secs(5))
+        .dispose_timeout(Duration::from_secs(5))
+        .on_release_error(|_: &LockError, _: &ReleaseErrorContext| ())
+        .telemetry(TelemetryOptions::new(|_| ()));
+    [
+        builder.connect("postgresql://localhost/app"),
+        PgLockClient::builder().connect_with(config.clone(), NoTls),
+        PgLockClient::builder().maintenance(config.clone(), NoTls).build(pool),
+    ]
+}
+
+fn lock_options(token: &CancelToken) -> LockOptions {
+    LockOptions::new()
+        .ttl(Duration::from_secs(30))
+        .timeout(Duration::from_secs(5))
+        .wait_forever()
+        .max_retries(10)
+        .retry_delay(Duration::from_millis(100))
+        .backoff(Backoff::Exponential)
+        .backoff(Backoff::Fixed)
+        .jitter(Jitter::Equal)
+        .jitter(Jitter::Full)
+        .jitter(Jitter::None)
+        .heartbeat(Heartbeat::Auto)
+        .heartbeat(Heartbeat::Every(Duration::from_secs(1)))
+        .heartbeat(Heartbeat::Off)
+        .max_hold(Duration::from_secs(60))
+        .min_hold(Duration::from_millis(1))
+        .cancel(token)
+        .on_lost(|_: LostReason| ())
+        .on_release_error(|_: &LockError, _: &ReleaseErrorContext| ())
+}
+
+fn locks(client: &PgLockClient, options: &LockOptions, token: &CancelToken) -> Result<()> {
+    let _: LockGuard = client.lock("a")?;
+    let _: LockGuard = client.lock_with("a", options)?;
+    let _: Option<LockGuard> = client.try_lock("a")?;
+    let _: Option<LockGuard> = client.try_lock_with("a", options)?;
+    let _: u8 = client.with_lock("a", options, |_: &LockGuard| 1)?;
+    let _: PgLockClient = client.cancellable(token);
+    let _: CloseReport = client.close(Duration::ZERO)?;
+    client.setup_schema()
+}
+
+fn operations(client: &PgLockClient, ttl: Duration) -> Result<()> {
+    if let AcquireResult::Acquired(Acquired { lock_id, fence, expires_at_ms }) = client.acquire("a", ttl)? {
+        let _: (String, Fence, i64) = (lock_id, fence, expires_at_ms);
+    }
+    match client.release("id")? {
+        ReleaseResult::Released | ReleaseResult::NotHeld => {}
+    }
+    match client.extend("id", ttl)? {
+        ExtendResult::Extended { expires_at_ms } => assert!(expires_at_ms > 0),
+        ExtendResult::NotHeld => {}
+    }
+    let _: bool = client.is_locked("a")?;
+    let _: Option<LockInfo> = client.lookup(Lookup::Key("a"))?;
+    if let Some(info) = client.lookup(Lookup::LockId("id"))? {
+        let _: (String, String) = (info.key_hash, info.lock_id_hash);
+        let _: (i64, i64, Fence) = (info.expires_at_ms, info.acquired_at_ms, info.fence);
+    }
+    let _: Capabilities = client.capabilities();
+    let _: Option<LockInfo> = client.get_by_key("a")?;
+    let _: Option<LockInfo> = client.get_by_id("id")?;
+    let _: Option<LockInfoDebug> = client.get_by_key_raw("a")?;
+    let _: Option<LockInfoDebug> = client.get_by_id_raw("id")?;
+    let _: bool = client.owns("id")?;
+    Ok(())
+}
+
+fn diagnosis(backend: &impl LockBackend) -> Result<()> {
+    let _: Option<LockInfo> = syncguard::get_by_key(backend, "a")?;
+    let _: Option<LockInfo> = syncguard::get_by_id(backend, "id")?;
+    let _: Option<LockInfoDebug> = syncguard::get_by_key_raw(backend, "a")?;
+    let _: Option<LockInfoDebug> = syncguard::get_by_id_raw(backend, "id")?;
+    let _: bool = syncguard::owns(backend, "id")?;
+    let _: Capabilities = backend.capabilities();
+    Ok(())
+}
+
+fn held(guard: LockGuard, transaction: &mut Transaction<'_>, ttl: Duration) -> Result<Acquired> {
+    let _: (&str, &str, Fence, i64) = (guard.key(), guard.lock_id(), guard.fence(), guard.expires_at_ms());
+    let _: (bool, Duration, &CancelToken) = (guard.is_held(), guard.remaining(), guard.lost());
+    let _: Option<LostReason> = guard.lost_reason();
+    let _: ExtendResult = guard.extend(ttl)?;
+    guard.fence_transaction(transaction)?;
+    let _: fn(LockGuard) -> Result<ReleaseResult> = LockGuard::release;
+    Ok(guard.leak())
+}
+
+fn session_locks(client: &PgLockClient, transaction: &mut Transaction<'_>, fence: Fence) -> Result<()> {
+    let _: Option<i64> = AdvisoryKey::from_pair(1, 2).as_i64();
+    let _: [AdvisoryKey; 2] = [AdvisoryKey::from_i64(1), AdvisoryKey::namespaced("jobs", "a")?];
+    let key = AdvisoryKey::from_text("a");
+    let options = AdvisoryOptions::new()
+        .timeout(Duration::ZERO)
+        .cancel(&CancelToken::new())
+        .shared()
+        .max_hold(Duration::ZERO);
+    let _: Option<AdvisoryGuard> = client.try_advisory_lock(&key)?;
+    let _: AdvisoryGuard = client.advisory_lock_with(&key, &options)?;
+    let guard: AdvisoryGuard = client.advisory_lock(&key)?;
+    let _: (bool, &CancelToken) = (guard.is_held(), guard.lost());
+    let _ = guard.release()?;
+    client.assert_fence(transaction, "a", fence)
+}
+
+#[test]
+fn what_programs_are_written_against_has_the_same_names_and_shapes() {
+    fn anywhere<T: Send + Sync + 'static>() {}
+    fn a_handle<T: Clone + Send + Sync + 'static>() {}
+    fn a_number<T: Copy + Ord + Hash + Display + FromStr>() {}
+    a_handle::<PgLockClient>();
+    a_handle::<CancelToken>();
+    anywhere::<LockGuard>();
+    anywhere::<AdvisoryGuard>();
+    anywhere::<LockError>();
+    a_number::<Fence>();
+    let _ = (builder, lock_options, locks, operations, held, session_locks);
+    let _: fn(&str) -> Result<PgLockClient> = PgLockClient::connect;
+    let _: fn(&mut Client) -> std::result::Result<Transaction<'_>, postgres::Error> = Client::transaction;
+
+    let token = CancelToken::new();
+    let (child, waits): (CancelToken, fn(&CancelToken, Duration) -> bool) =
+        (token.child(), CancelToken::wait_timeout);
+    token.cancel();
+    assert!(child.is_cancelled() && waits(&child, Duration::ZERO));
+
+    let error = LockError::new(ErrorCode::Aborted);
+    let _: (Option<&str>, Option<&str>) = (error.key(), error.lock_id());
+    assert!(error.code().as_str() == "Aborted" && Error::source(&error).is_none());
+    let _: u64 = "000000000000042".parse::<Fence>().unwrap().get();
+
+    let storage: fn(&str, &str, usize, usize) -> Result<String> = syncguard::make_storage_key;
+    let counter: fn(&str, &str, usize, usize) -> Result<String> = syncguard::make_fence_key;
+    let normal: fn(&str) -> Result<String> = syncguard::normalize_and_validate_key;
+    let id: fn(&str) -> Result<()> = syncguard::validate_lock_id;
+    let live: fn(i64, i64, i64) -> bool = syncguard::is_live;
+    let hash: fn(&str) -> String = syncguard::hash_key;
+    let (limit, reserve) = (syncguard::BACKEND_LIMIT_POSTGRES, syncguard::RESERVE_BYTES_POSTGRES);
+    assert_eq!(storage("", "a", limit, reserve).unwrap(), normal("a").unwrap());
+    assert!(counter("", "a", limit, reserve).is_ok() && id("a").is_err() && hash("a").len() == 24);
+    assert!(live(1000, 1500, syncguard::TIME_TOLERANCE_MS) && syncguard::MAX_KEY_LENGTH_BYTES == 512);
+    let _: [_; 2] = [syncguard::FENCE_WARN, syncguard::FENCE_MAX];
+
+    let observed = syncguard::with_telemetry(MemoryBackend::new(), TelemetryOptions::new(|_| ()));
+    diagnosis(&observed).unwrap_err();
+    diagnosis(&MemoryBackend::new()).unwrap_err();
+}
