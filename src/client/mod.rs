@@ -396,9 +396,12 @@ impl PgLockClient {
     pub fn close(&self, deadline: Duration) -> Result<CloseReport> {
         self.locks.check_process()?;
         let start = std::time::Instant::now();
-        let settled = self.sessions.close(deadline);
-        let mut report = self.locks.close(deadline.saturating_sub(start.elapsed()))?;
-        report.threads_ended &= settled;
+        // All are told at once, and then waited for: leases, which stay held in the server if nobody lets them
+        // go, before session locks, which end with their connections. One that has to wait for a server that
+        // says nothing does not take the time of the others.
+        self.sessions.close(Duration::ZERO);
+        let mut report = self.locks.close(deadline)?;
+        report.threads_ended &= self.sessions.close(deadline.saturating_sub(start.elapsed()));
         Ok(report)
     }
 
