@@ -188,6 +188,28 @@ fn events_carry_hashes_and_no_raw_values() {
 }
 
 #[test]
+fn each_event_carries_the_hash_of_what_its_operation_was_called_with() {
+    let (backend, events) = watched(|options| options);
+    let (key, by_key) = ("k", (Some(hash_key("k")), None));
+    let id = acquire(&backend, key);
+    let by_id = (None, Some(hash_key(&id)));
+    let both = (by_key.0.clone(), by_id.1.clone());
+    let _ = backend.acquire(key, TTL, &never()).unwrap();
+    let _ = backend.is_locked(key, &never()).unwrap();
+    let _ = backend.lookup(Lookup::Key(key), &never()).unwrap();
+    let _ = backend.lookup(Lookup::LockId(&id), &never()).unwrap();
+    let _ = backend.extend(&id, TTL, &never()).unwrap();
+    let _ = backend.release(&id, &never()).unwrap();
+    assert!(backend.release("no id", &never()).is_err());
+    let nonsense = (None, Some(hash_key("no id")));
+    // A grant also says which id it is.
+    for expected in [&both, &by_key, &by_key, &by_key, &by_id, &by_id, &by_id, &nonsense] {
+        let event = next(&events);
+        assert_eq!((&event.key_hash, &event.lock_id_hash), (&expected.0, &expected.1), "{event:?}");
+    }
+}
+
+#[test]
 fn raw_values_appear_only_where_the_options_permit_and_never_in_debug() {
     let (backend, events) = watched(|options| options.include_raw(true));
     let id = acquire(&backend, "MARKER");
