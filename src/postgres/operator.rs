@@ -221,7 +221,7 @@ impl Operator {
             Fault::Error(error) => error.with_key(key.as_str()),
             doubt @ Fault::Doubt { .. } => {
                 log::warn!("the lock of key #{hash} was perhaps broken by {who:?}: the answer was lost");
-                doubt.into_error().with_key(key.as_str()).with_unknown_outcome(Duration::ZERO)
+                doubt.into_error().with_key(key.as_str())
             }
         })?;
         let fence = broken.fence;
