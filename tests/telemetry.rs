@@ -542,6 +542,56 @@ fn a_client_hands_out_the_counts_of_its_events_and_a_way_to_wait_for_them() {
     assert!(events.flush(Duration::ZERO), "nothing waits any more");
 }
 
+/// A client of a server that is not there: each look fails, and is an event all the same.
+fn lonely(options: TelemetryOptions) -> PgLockClient {
+    let builder = PgLockClient::builder().auto_create_tables(false).telemetry(options);
+    builder.connect("postgresql://nobody@127.0.0.1:1/nothing").unwrap()
+}
+
+#[test]
+fn a_client_that_is_closed_has_delivered_its_events() {
+    let (entered, arrived) = channel();
+    let (gate, inside) = (Arc::new(Barrier::new(2)), Arc::new(AtomicU64::new(0)));
+    let (first, seen) = (Arc::clone(&gate), Arc::clone(&inside));
+    let options = TelemetryOptions::new(move |_| {
+        if seen.fetch_add(1, Ordering::SeqCst) == 0 {
+            let _ = entered.send(());
+            first.wait();
+        }
+        // Some work, so that the queue is not empty when the client is closed.
+        let end = Instant::now() + Duration::from_millis(1);
+        while Instant::now() < end {
+            std::hint::spin_loop();
+        }
+    });
+    let client = lonely(options.flush_timeout(LIMIT));
+    for _ in 0..50 {
+        assert!(client.is_locked("k").is_err());
+    }
+    arrived.recv_timeout(LIMIT).unwrap();
+    gate.wait();
+    assert!(client.close(LIMIT).unwrap().is_clean());
+    assert_eq!(client.telemetry().unwrap().delivered(), 50);
+}
+
+#[test]
+fn the_close_of_a_client_does_not_wait_for_a_callback_that_hangs() {
+    let door = Arc::new(Door::default());
+    let inside = Arc::clone(&door);
+    let options = TelemetryOptions::new(move |_| inside.pass());
+    let client = lonely(options.flush_timeout(Duration::from_millis(20)));
+    assert!(client.is_locked("k").is_err());
+    let start = Instant::now();
+    assert!(client.close(LIMIT * 10).unwrap().is_clean());
+    assert!(start.elapsed() < LIMIT);
+    // Nothing is dropped yet: the callback may still go on.
+    let events = client.telemetry().unwrap();
+    assert_eq!((events.delivered(), events.dropped()), (0, 0));
+    door.open();
+    assert!(events.flush(LIMIT));
+    assert_eq!(events.delivered(), 1);
+}
+
 #[test]
 fn a_handle_keeps_neither_the_backend_nor_the_thread() {
     let marker = Arc::new(());
