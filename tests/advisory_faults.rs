@@ -252,6 +252,27 @@ fn a_server_that_has_stopped_keeps_no_deadline_from_firing() {
 }
 
 #[test]
+fn an_idle_session_that_stands_still_does_not_stop_the_thread_that_looks_after_all() {
+    let server = Server::start(&Config::new());
+    let mut observer = server.client();
+    if !has_session_timer(&mut observer) {
+        return;
+    }
+    // On this socket nothing of ours ends a wait for the server.
+    let client = client(server.socket_url());
+    let (first, second) = (taken(&client, key()), taken(&client, key()));
+    let (silent, other) = (first.pid().unsigned_abs(), second.pid());
+    assert_eq!(first.release().unwrap(), ReleaseResult::Released);
+    support::cluster::signal(silent, "STOP");
+    assert_eq!(second.release().unwrap(), ReleaseResult::Released);
+    let sql = "SELECT query LIKE '%set_config(''idle_session_timeout''%' AND state = 'idle' FROM pg_stat_activity WHERE pid = $1";
+    wait_until(LIMIT, "the other session gets its own timer back", || {
+        observer.query_one(sql, &[&other]).unwrap().get(0)
+    });
+    support::cluster::signal(silent, "CONT");
+}
+
+#[test]
 fn a_line_that_goes_silent_is_a_loss() {
     let wire = Wire::to(server_port());
     let client = client(&wire.url());

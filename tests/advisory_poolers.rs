@@ -105,3 +105,16 @@ fn a_pooler_in_session_mode_is_as_good_as_none() {
     drop((a, b));
     wait_until(LIMIT, "no lock is left", || holders(&mut observer, key) == 0);
 }
+
+#[test]
+fn a_pooler_that_has_no_second_connection_for_the_self_test_is_refused_too() {
+    let bouncer = Bouncer::start(&[("max_client_conn", "1"), ("default_pool_size", "1")]);
+    let client = builder().max_connections(1).connect(&bouncer.url()).unwrap();
+    let key = key();
+    for _ in 0..3 {
+        let answer = client.try_advisory_lock(&key);
+        assert!(answer.is_err(), "granted through a pooler that shares sessions: {answer:?}");
+    }
+    let mut observer = server().client();
+    wait_until(LIMIT, "no lock is left", || holders(&mut observer, key) == 0);
+}

@@ -112,6 +112,7 @@ fn stop_timers(crew: &Crew) {
     // As many as a pool can have, in case that others use them at the same time.
     for _ in 0..MOST_TIMERS {
         let Some(connection) = postgres.source().take_timed() else { return };
+        let Some(connection) = answering(connection, PING_LIMIT) else { continue };
         let mut session = Session::new(connection, Instant::now() + PING_LIMIT, &never);
         match sql::stop_timer(&mut session) {
             Ok(()) => session.finish(),
@@ -148,25 +149,38 @@ fn run_jobs(crew: &Arc<Crew>) {
     }
 }
 
-fn let_go_quietly(crew: &Crew, hold: &Held, mut connection: Connection) {
-    let guarded = connection.is_guarded();
-    // This thread serves all locks of the client: it does not wait without a limit for one of them.
-    if hold.lost_reason() == Some(AdvisoryLost::Connection)
-        || !(guarded || connection.answers_within(crew.limit))
-    {
-        if guarded {
-            connection.discard();
-        } else {
-            discard_elsewhere(connection);
+fn let_go_quietly(crew: &Crew, hold: &Held, connection: Connection) {
+    let connection = if hold.lost_reason() == Some(AdvisoryLost::Connection) {
+        discard(connection);
+        None
+    } else {
+        answering(connection, crew.limit)
+    };
+    match connection.map(|connection| let_go(crew, hold, connection, crew.limit)) {
+        None => crew.queue.freed(hold.key),
+        Some(Ok(_)) => {}
+        Some(Err(error)) => {
+            log::warn!("the session lock {} ends with its connection: {}", hold.key, error.chain());
         }
-        crew.queue.freed(hold.key);
-    } else if let Err(error) = let_go(crew, hold, connection, crew.limit) {
-        log::warn!("the session lock {} ends with its connection: {}", hold.key, error.chain());
     }
 }
 
-/// Closing a connection whose server is silent may take for ever where no deadline of ours guards it.
-fn discard_elsewhere(connection: Connection) {
+/// The connection, if its server answers or our own deadline ends each wait for it: this thread serves
+/// all locks of the client, and does not wait without a limit for one of them. Otherwise it is closed.
+fn answering(mut connection: Connection, limit: Duration) -> Option<Connection> {
+    if connection.is_guarded() || connection.answers_within(limit) {
+        return Some(connection);
+    }
+    discard(connection);
+    None
+}
+
+/// Closes a connection: on a thread of its own where no deadline of ours guards it, for with a server
+/// that is silent that may take for ever.
+fn discard(mut connection: Connection) {
+    if connection.is_guarded() {
+        return connection.discard();
+    }
     let slot = Arc::new(Mutex::new(Some(connection)));
     let there = Arc::clone(&slot);
     let closing = thread::Builder::new().name("syncguard-close".to_owned());
@@ -200,10 +214,7 @@ fn inspect(
     if !due {
         return (Some(connection), None);
     }
-    if !connection.is_guarded() && !connection.answers_within(PING_LIMIT) {
-        discard_elsewhere(connection);
-        return (None, None);
-    }
+    let Some(connection) = answering(connection, PING_LIMIT) else { return (None, None) };
     let never = CancelToken::never();
     let mut session = Session::new(connection, Instant::now() + PING_LIMIT, &never);
     match sql::ping(&mut session, crew.timer(hold)) {

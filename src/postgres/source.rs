@@ -17,6 +17,9 @@ use crate::postgres::statement::Memo;
 /// How long a caller's pool is waited for at a time, where a token may end the wait.
 const SLICE: Duration = Duration::from_millis(100);
 
+/// How long a caller's pool may take to spare a second connection.
+const SPARE: Duration = Duration::from_secs(1);
+
 /// How long [`Connection::is_open`] listens: the driver looks at the socket only while it waits.
 const LISTEN: Duration = Duration::from_millis(1);
 
@@ -97,14 +100,14 @@ impl Source {
     }
 
     /// A connection beside the one that the caller has, for a moment: of our own where we know how to
-    /// open one, else of the caller's pool. `None` if there is none to be had.
-    pub(crate) fn second(&self, limit: Duration) -> Option<Connection> {
+    /// open one, else of the caller's pool, and `None` if that has none to spare soon.
+    pub(crate) fn second(&self, end: Instant) -> Result<Option<Connection>> {
         let never = CancelToken::never();
-        let found = match self.connector() {
-            Some(connector) => Connection::alone(connector.clone(), limit, &never),
-            None => self.get(Instant::now() + limit, &never),
-        };
-        found.inspect_err(|error| log::debug!("no second connection: {}", error.chain())).ok()
+        if let Some(connector) = self.connector() {
+            return Connection::alone(connector.clone(), rest(end), &never).map(Some);
+        }
+        let found = self.get(end.min(Instant::now() + SPARE), &never);
+        Ok(found.inspect_err(|error| log::debug!("no second connection: {}", error.chain())).ok())
     }
 
     /// The connection for renewals; hand it back with [`Source::keep`].
