@@ -60,6 +60,7 @@ pub(super) fn lock(
     let bell = Arc::clone(&ticket.bell);
     let _call = cancel.subscribe(move || bell.ring());
     let mut pause = FIRST_PAUSE;
+    let mut refused = false;
     loop {
         cancel.check()?;
         inner.crew.check_open()?;
@@ -68,9 +69,9 @@ pub(super) fn lock(
             let limit = end.map_or(inner.postgres.end(), |end| end.min(inner.postgres.end()));
             match attempt(inner, key, terms, limit, cancel) {
                 Ok(Some(guard)) => return Ok(guard),
-                Ok(None) => {}
+                Ok(None) => refused = true,
                 Err(error) if error.code() == ErrorCode::NetworkTimeout && is_over() => {
-                    return Err(timed_out(start).with_source(error));
+                    return Err(timed_out(start, refused).with_source(error));
                 }
                 Err(_) if cancel.is_cancelled() => return Err(LockError::aborted()),
                 Err(error) => return Err(error),
@@ -78,7 +79,7 @@ pub(super) fn lock(
         }
         let left = end.map_or(LONGEST_SLEEP, |end| end.saturating_duration_since(Instant::now()));
         if left.is_zero() {
-            return Err(timed_out(start));
+            return Err(timed_out(start, refused));
         }
         ticket.bell.sleep(left.min(if first { jittered(pause) } else { LONGEST_SLEEP }));
         if first {
@@ -87,11 +88,18 @@ pub(super) fn lock(
     }
 }
 
-fn timed_out(start: Instant) -> LockError {
-    LockError::new(ErrorCode::AcquisitionTimeout).with_message(format!(
-        "the session lock was held by somebody else for {:.1} s: raise timeout, or see advisory_holders()",
-        start.elapsed().as_secs_f64()
-    ))
+/// `refused`: whether the server said that somebody has the lock, which nobody else can say.
+fn timed_out(start: Instant, refused: bool) -> LockError {
+    let waited = start.elapsed().as_secs_f64();
+    LockError::new(ErrorCode::AcquisitionTimeout).with_message(if refused {
+        format!(
+            "the session lock was held by somebody else for {waited:.1} s: raise timeout, or see advisory_holders()"
+        )
+    } else {
+        format!(
+            "the session lock was not granted within {waited:.1} s: raise timeout; threads of this client that want it were before us, or the cause says what did not answer"
+        )
+    })
 }
 
 /// Half of the pause, and a random part of the other half, so that processes do not march in step.
