@@ -114,7 +114,9 @@ fn threads_start_with_the_first_guard_and_end_with_close_or_the_last_clone() {
         client.release(&grant.lock_id).unwrap();
         assert_eq!(threads_named("syncguard"), 0, "single operations need none");
         let guards: Vec<_> = (0..10).map(|n| client.lock(&format!("k{n}")).unwrap()).collect();
-        assert_eq!((running(), threads_named("syncguard")), ((1, 1), 2), "two, however many guards");
+        // A thread takes its name only when it runs.
+        wait_until(LIMIT, "both run", || running() == (1, 1));
+        assert_eq!(threads_named("syncguard"), 2, "two, however many guards");
         let report = client.close(LIMIT).unwrap();
         assert!(report.threads_ended);
         assert_eq!(threads_named("syncguard"), 0, "joined, not told to go");
@@ -127,7 +129,7 @@ fn threads_start_with_the_first_guard_and_end_with_close_or_the_last_clone() {
         let guard = client.lock("k").unwrap();
         drop(client);
         drop(clone);
-        assert_eq!(running(), (1, 1), "a guard keeps its client");
+        wait_until(LIMIT, "both run: a guard keeps its client", || running() == (1, 1));
         assert!(guard.is_held());
         drop(guard);
         wait_until(LIMIT, "the threads have ended", || threads_named("syncguard") == 0);
