@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 
 use postgres::{Client, NoTls};
 use support::proxy::BOUND;
-use support::{Action, Call, LIMIT, Place, Proxy, TTL, id, place, unique, wait_until};
-use syncguard::{ErrorCode, ExtendResult, Lookup, PgLockClient, ReleaseResult};
+use support::{Action, Call, LIMIT, Network, Place, Proxy, TTL, id, place, unique, wait_until};
+use syncguard::{Clock, ErrorCode, ExtendResult, LockBackend, Lookup, PgLockClient, ReleaseResult, Renewal};
 
 /// More than enough calls for the driver to prepare the statement.
 const OFTEN: usize = 20;
@@ -308,4 +308,54 @@ fn the_server_process_of_a_lost_answer_is_ended_whatever_way_its_session_shows_t
     stranger.batch_execute("ROLLBACK").unwrap();
     let grant = call.join().unwrap().acquired().expect("the key is free");
     assert_eq!(client.release(&grant.lock_id).unwrap(), ReleaseResult::Released);
+}
+
+/// The message may have been carried out at the first try, whatever the last one says.
+#[test]
+fn a_change_whose_answer_is_lost_is_an_unknown_outcome_everywhere() {
+    let place = place();
+    let proxy = Proxy::start(support::server().port());
+    let client = through(&place, &proxy, &unique());
+    let (a, b) = (place.key("a"), place.key("b"));
+    for (key, lock_id) in [(&a, "a"), (&b, "b")] {
+        place.stored.write(key, &id(lock_id), 30_000, 1);
+    }
+    place.stored.write("old", &id("old"), -5_000, 1);
+    let before = [place.stored.row(&a).unwrap(), place.stored.row(&b).unwrap()];
+    let (lease_a, lease_b) = (id("a"), id("b"));
+    let leases = [
+        Renewal { key: &a, lock_id: &lease_a, ttl: TTL * 2 },
+        Renewal { key: &b, lock_id: &lease_b, ttl: TTL * 3 },
+    ];
+    let deadline = Clock::system().now().after(LIMIT);
+    assert!(client.renew(&leases, deadline).iter().all(Result::is_ok));
+
+    let cut = |what: &'static str| {
+        proxy.on_query(move |sql| if sql.contains(what) { Action::CutAnswerAt(0) } else { Action::Pass });
+    };
+    cut("sg_renew_");
+    let outcomes = client.renew(&leases, deadline);
+    for (outcome, ttl) in outcomes.iter().zip([TTL * 2, TTL * 3]) {
+        let error = outcome.as_ref().unwrap_err();
+        assert_eq!(error.may_be_held_for(), Some(ttl), "{error:?}");
+    }
+    for (key, before) in [&a, &b].into_iter().zip(before) {
+        assert!(place.stored.row(key).unwrap().expires_at_ms > before.expires_at_ms, "carried out");
+    }
+    cut("WITH old AS");
+    let error = client.operator().cleanup_expired(10).unwrap_err();
+    assert!(error.is_outcome_unknown() && place.stored.row("old").is_none(), "{error:?}");
+    place.stored.run("DROP TABLE syncguard_locks");
+    cut("CREATE TABLE");
+    assert!(client.setup_schema().unwrap_err().is_outcome_unknown());
+    assert_eq!(place.stored.one("SELECT count(*) FROM syncguard_locks", &[]).get::<_, i64>(0), 0);
+
+    // What could not even be sent has certainly changed nothing.
+    proxy.network(Network::Refusing);
+    let client = through(&place, &proxy, &unique());
+    assert!(!client.operator().cleanup_expired(10).unwrap_err().is_outcome_unknown());
+    for outcome in client.renew(&leases, deadline) {
+        assert!(!outcome.unwrap_err().is_outcome_unknown());
+    }
+    assert!(!client.setup_schema().unwrap_err().is_outcome_unknown());
 }

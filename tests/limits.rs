@@ -13,7 +13,8 @@ use log::Level;
 use support::{Call, LIMIT, Scripted, TTL, id, logs, place, unique};
 use syncguard::{
     AcquireResult, Attempt, Backoff, CancelToken, Clock, ErrorCode, ExtendResult, FENCE_MAX, FENCE_WARN,
-    Heartbeat, LockBackend, LockOptions, Lookup, MAX_TTL, PgLockClient, ReleaseResult, Renewal, hash_key,
+    Heartbeat, LockBackend, LockOptions, Lookup, MAX_TTL, PgLockClient, ReleaseResult, RenewOutcome, Renewal,
+    hash_key,
 };
 
 const FORMS: [bool; 2] = [false, true];
@@ -152,6 +153,8 @@ fn a_counter_near_its_limit_warns_and_at_its_limit_grants_nothing() {
 fn rows_that_nobody_should_have_written_are_an_error_and_never_a_panic() {
     let place = place();
     let client = &place.client;
+    let (healthy, healthy_id) = (place.key("healthy"), id("healthy"));
+    place.stored.write(&healthy, &healthy_id, 30_000, 7);
     for (n, fence) in
         ["abc", "", "-1", "1", "0000000000000000000007", "99999999999999999", "00000000000000\u{663}"]
             .iter()
@@ -177,6 +180,12 @@ fn rows_that_nobody_should_have_written_are_an_error_and_never_a_panic() {
                 client.operator().holders(10).unwrap_err().code(),
             ];
             assert_eq!(codes, [ErrorCode::Internal; 5], "{fence:?}");
+            let healthy = Renewal { key: &healthy, lock_id: &healthy_id, ttl: TTL };
+            for batch in [[healthy, renewal], [renewal, healthy]] {
+                let outcomes = client.renew(&batch, deadline);
+                let renewed = outcomes.iter().filter(|o| matches!(o, Ok(RenewOutcome::Renewed { .. })));
+                assert_eq!(renewed.count(), 1, "{fence:?} is one lease's trouble: {outcomes:?}");
+            }
             assert_eq!(LockBackend::acquire(client, &key, TTL, &token(two)).unwrap(), AcquireResult::Locked);
             assert!(matches!(client.extend(&mine, TTL).unwrap(), ExtendResult::Extended { .. }));
         }

@@ -261,7 +261,7 @@ fn no_key_no_lock_id_and_no_password_is_shown_or_logged() {
     mark.assert_without(&secrets);
     // The capture works: the library has logged, and of these keys.
     let text: Vec<_> = mark.lines().into_iter().map(|line| line.text).collect();
-    for part in [&syncguard::hash_key("MARKER-warned"), "broken by an operator", "on_release_error"] {
+    for part in [&syncguard::hash_key("MARKER-warned"), "broken by \"an operator\"", "on_release_error"] {
         assert!(text.iter().any(|line| line.contains(part)), "{part} in {text:#?}");
     }
 }

@@ -188,6 +188,28 @@ fn events_carry_hashes_and_no_raw_values() {
 }
 
 #[test]
+fn each_event_carries_the_hash_of_what_its_operation_was_called_with() {
+    let (backend, events) = watched(|options| options);
+    let (key, by_key) = ("k", (Some(hash_key("k")), None));
+    let id = acquire(&backend, key);
+    let by_id = (None, Some(hash_key(&id)));
+    let both = (by_key.0.clone(), by_id.1.clone());
+    let _ = backend.acquire(key, TTL, &never()).unwrap();
+    let _ = backend.is_locked(key, &never()).unwrap();
+    let _ = backend.lookup(Lookup::Key(key), &never()).unwrap();
+    let _ = backend.lookup(Lookup::LockId(&id), &never()).unwrap();
+    let _ = backend.extend(&id, TTL, &never()).unwrap();
+    let _ = backend.release(&id, &never()).unwrap();
+    assert!(backend.release("no id", &never()).is_err());
+    let nonsense = (None, Some(hash_key("no id")));
+    // A grant also says which id it is.
+    for expected in [&both, &by_key, &by_key, &by_key, &by_id, &by_id, &by_id, &nonsense] {
+        let event = next(&events);
+        assert_eq!((&event.key_hash, &event.lock_id_hash), (&expected.0, &expected.1), "{event:?}");
+    }
+}
+
+#[test]
 fn raw_values_appear_only_where_the_options_permit_and_never_in_debug() {
     let (backend, events) = watched(|options| options.include_raw(true));
     let id = acquire(&backend, "MARKER");
@@ -518,6 +540,56 @@ fn a_client_hands_out_the_counts_of_its_events_and_a_way_to_wait_for_them() {
     drop(client);
     assert_eq!(events.delivered() + events.dropped(), 7);
     assert!(events.flush(Duration::ZERO), "nothing waits any more");
+}
+
+/// A client of a server that is not there: each look fails, and is an event all the same.
+fn lonely(options: TelemetryOptions) -> PgLockClient {
+    let builder = PgLockClient::builder().auto_create_tables(false).telemetry(options);
+    builder.connect("postgresql://nobody@127.0.0.1:1/nothing").unwrap()
+}
+
+#[test]
+fn a_client_that_is_closed_has_delivered_its_events() {
+    let (entered, arrived) = channel();
+    let (gate, inside) = (Arc::new(Barrier::new(2)), Arc::new(AtomicU64::new(0)));
+    let (first, seen) = (Arc::clone(&gate), Arc::clone(&inside));
+    let options = TelemetryOptions::new(move |_| {
+        if seen.fetch_add(1, Ordering::SeqCst) == 0 {
+            let _ = entered.send(());
+            first.wait();
+        }
+        // Some work, so that the queue is not empty when the client is closed.
+        let end = Instant::now() + Duration::from_millis(1);
+        while Instant::now() < end {
+            std::hint::spin_loop();
+        }
+    });
+    let client = lonely(options.flush_timeout(LIMIT));
+    for _ in 0..50 {
+        assert!(client.is_locked("k").is_err());
+    }
+    arrived.recv_timeout(LIMIT).unwrap();
+    gate.wait();
+    assert!(client.close(LIMIT).unwrap().is_clean());
+    assert_eq!(client.telemetry().unwrap().delivered(), 50);
+}
+
+#[test]
+fn the_close_of_a_client_does_not_wait_for_a_callback_that_hangs() {
+    let door = Arc::new(Door::default());
+    let inside = Arc::clone(&door);
+    let options = TelemetryOptions::new(move |_| inside.pass());
+    let client = lonely(options.flush_timeout(Duration::from_millis(20)));
+    assert!(client.is_locked("k").is_err());
+    let start = Instant::now();
+    assert!(client.close(LIMIT * 10).unwrap().is_clean());
+    assert!(start.elapsed() < LIMIT);
+    // Nothing is dropped yet: the callback may still go on.
+    let events = client.telemetry().unwrap();
+    assert_eq!((events.delivered(), events.dropped()), (0, 0));
+    door.open();
+    assert!(events.flush(LIMIT));
+    assert_eq!(events.delivered(), 1);
 }
 
 #[test]

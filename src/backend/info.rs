@@ -35,7 +35,7 @@ pub struct LockInfo {
     pub expires_at_ms: i64,
     /// When it was granted, in Unix milliseconds of the server's clock.
     pub acquired_at_ms: i64,
-    /// Its fencing token.
+    /// Its fence.
     pub fence: Fence,
 }
 
@@ -51,7 +51,7 @@ pub struct LockInfoDebug {
     pub expires_at_ms: i64,
     /// When it was granted, in Unix milliseconds of the server's clock.
     pub acquired_at_ms: i64,
-    /// Its fencing token.
+    /// Its fence.
     pub fence: Fence,
 }
 

@@ -84,7 +84,7 @@ impl AcquireResult {
 pub struct Acquired {
     /// What extends and releases the lease: 22 characters. Whoever knows it can let go of the lock.
     pub lock_id: String,
-    /// The grant's fencing token.
+    /// The grant's fence.
     pub fence: Fence,
     /// When the lease ends, in Unix milliseconds of the server's clock.
     pub expires_at_ms: i64,

@@ -308,7 +308,9 @@ impl PgLockClient {
     }
 
     /// Ends the client and all its clones. See [`LockClient::close`]. Session locks are lost and let
-    /// go too; `threads_ended` in the report speaks for theirs as well.
+    /// go too; `threads_ended` in the report speaks for theirs as well. Events that are on their way to
+    /// a telemetry callback are waited for, for at most
+    /// [`flush_timeout`](crate::TelemetryOptions::flush_timeout): the program may end next.
     ///
     /// # Blocking
     ///
@@ -323,6 +325,10 @@ impl PgLockClient {
         let settled = self.sessions.close(deadline);
         let mut report = self.locks.close(deadline.saturating_sub(start.elapsed()))?;
         report.threads_ended &= settled;
+        if let Some(events) = &self.telemetry {
+            let rest = deadline.saturating_sub(start.elapsed());
+            let _ = events.flush(rest.min(events.flush_timeout()));
+        }
         Ok(report)
     }
 

@@ -57,7 +57,7 @@ impl LockGuard {
         &self.held.lock_id
     }
 
-    /// The grant's fencing token: greater than that of every earlier grant of this key.
+    /// The grant's fence: greater than that of every earlier grant of this key.
     #[must_use]
     pub fn fence(&self) -> Fence {
         self.held.fence

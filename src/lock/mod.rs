@@ -126,7 +126,8 @@ impl LockClient {
     /// [`AcquisitionTimeout`](crate::ErrorCode::AcquisitionTimeout) when the timeout is over or the
     /// retries are used up; [`Aborted`](crate::ErrorCode::Aborted) when a token fired or the client
     /// was closed; [`InvalidArgument`](crate::ErrorCode::InvalidArgument) for a bad key or bad
-    /// options, before any I/O; whatever else the backend reports, at once. After all of these
+    /// options, before any I/O; [`NetworkTimeout`](crate::ErrorCode::NetworkTimeout) when not even the
+    /// first attempt was answered in time; whatever else the backend reports, at once. After all of these
     /// nothing is held, unless [`is_outcome_unknown`](crate::LockError::is_outcome_unknown) says so:
     /// then the key may be held under [`lock_id`](crate::LockError::lock_id), and the client's
     /// worker goes on releasing it until that lease would be over (`ttl` and a second).

@@ -93,13 +93,19 @@ pub(crate) fn renew(
     let mut batch = Batch::default();
     let taken: Vec<Result<()>> = leases.iter().map(|lease| batch.take(lease)).collect();
     let mut renewed = match batch.renew(backend, end) {
-        Ok(outcomes) => outcomes.into_iter().map(Ok).collect(),
+        Ok(outcomes) => outcomes,
         // A LockError cannot be cloned: one says why, the others say that.
-        Err(error) => {
+        Err(fault) => {
+            let unknown = matches!(fault, Fault::Doubt { .. });
+            let error = fault.into_error();
             let code = error.code();
             let again = move || LockError::new(code).with_message("the renewal of the whole batch failed");
             let mut first = Some(error);
-            batch.ids.iter().map(|_| Err(first.take().unwrap_or_else(again))).collect::<Vec<_>>()
+            let failed = |ttl: &Ttl| {
+                let error = first.take().unwrap_or_else(again);
+                Err(if unknown { error.with_unknown_outcome(ttl.get()) } else { error })
+            };
+            batch.ttls.iter().map(failed).collect::<Vec<_>>()
         }
     }
     .into_iter();
@@ -114,13 +120,13 @@ pub(crate) fn renew(
 struct Batch<'a> {
     keys: Vec<String>,
     ids: Vec<&'a str>,
-    ttls: Vec<i64>,
+    ttls: Vec<Ttl>,
 }
 
 impl<'a> Batch<'a> {
     fn take(&mut self, lease: &Renewal<'a>) -> Result<()> {
         let key = Key::new(lease.key)?.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?.0;
-        let ttl = Ttl::new(lease.ttl)?.millis();
+        let ttl = Ttl::new(lease.ttl)?;
         validate_lock_id(lease.lock_id)?;
         self.keys.push(key);
         self.ids.push(lease.lock_id);
@@ -128,12 +134,13 @@ impl<'a> Batch<'a> {
         Ok(())
     }
 
-    fn renew(&self, backend: &PostgresBackend, end: Instant) -> Result<Vec<RenewOutcome>> {
+    fn renew(&self, backend: &PostgresBackend, end: Instant) -> Result<Vec<Result<RenewOutcome>>, Fault> {
         if self.ids.is_empty() {
             return Ok(Vec::new());
         }
         let keys: Vec<&str> = self.keys.iter().map(String::as_str).collect();
-        let args = [Arg::Texts(&keys), Arg::Texts(&self.ids), Arg::Ints(&self.ttls)];
+        let ttls: Vec<i64> = self.ttls.iter().map(|ttl| ttl.millis()).collect();
+        let args = [Arg::Texts(&keys), Arg::Texts(&self.ids), Arg::Ints(&ttls)];
         let first = self.ids.first().copied().unwrap_or_default();
         backend.run_renewal(first, end, |session, at| {
             let message = Message::new()
@@ -141,13 +148,14 @@ impl<'a> Batch<'a> {
                 .call(&at.statements.durable, &[])
                 .call(&at.statements.renew, &args);
             let answers = session.commit(&message)?;
-            let mut outcomes = vec![RenewOutcome::Busy; self.ids.len()];
+            let mut outcomes: Vec<_> = self.ids.iter().map(|_| Ok(RenewOutcome::Busy)).collect();
             for row in answers.rows(0)? {
                 let place = usize::try_from(required(int(row, 0)?)?).map_err(|_| malformed())?;
                 let at = place.checked_sub(1).ok_or_else(malformed)?;
                 let (slot, id) = outcomes.get_mut(at).zip(self.ids.get(at)).ok_or_else(malformed)?;
                 let locked = required(text(row, 2)?)? == "t";
-                *slot = outcome(int(row, 1)?, locked, text(row, 3)?, text(row, 4)?, id)?;
+                // The others are renewed, whatever somebody has written in this one's place.
+                *slot = outcome(int(row, 1)?, locked, text(row, 3)?, text(row, 4)?, id);
             }
             Ok(outcomes)
         })

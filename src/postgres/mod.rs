@@ -115,9 +115,12 @@ pub(crate) enum Fault {
 }
 
 impl Fault {
+    /// The error, which says if the outcome is unknown. Whoever knows for how long a key may be held
+    /// says that, too.
     pub(crate) fn into_error(self) -> LockError {
         match self {
-            Self::Error(error) | Self::Doubt { error, .. } => error,
+            Self::Error(error) => error,
+            Self::Doubt { error, .. } => error.with_unknown_outcome(Duration::ZERO),
         }
     }
 }

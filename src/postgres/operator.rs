@@ -176,7 +176,8 @@ impl Operator {
     /// Takes a key away from whoever holds it, and raises its fence, so that what the old holder
     /// still writes under a fence is refused. The holder notices at its next renewal.
     ///
-    /// `who` is logged as a warning beside the key's hash: say who asked, and why.
+    /// `who` is logged as a warning beside the key's hash, also where the answer was lost and the lock
+    /// perhaps broken: say who asked, and why.
     ///
     /// Without fenced writes the old holder goes on working until it notices: make sure that it has
     /// stopped first.
@@ -215,13 +216,15 @@ impl Operator {
             let fence = u64::try_from(required(int(row, 6)?)?).ok().and_then(Fence::new);
             Ok(BrokenLock { was: was.map(|lease| lease.sanitized()), fence: required(fence)? })
         });
+        let hash = hash_key(key.as_str());
         let broken = broken.map_err(|fault| match fault {
             Fault::Error(error) => error.with_key(key.as_str()),
             doubt @ Fault::Doubt { .. } => {
-                doubt.into_error().with_key(key.as_str()).with_unknown_outcome(Duration::ZERO)
+                log::warn!("the lock of key #{hash} was perhaps broken by {who:?}: the answer was lost");
+                doubt.into_error().with_key(key.as_str())
             }
         })?;
-        let (hash, fence) = (hash_key(key.as_str()), broken.fence);
+        let fence = broken.fence;
         log::warn!("the lock of key #{hash} was broken by {who:?}, its fence is now {fence}");
         Ok(broken)
     }

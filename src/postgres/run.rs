@@ -76,12 +76,17 @@ impl PostgresBackend {
         lock_id: &str,
         end: Instant,
         mut operation: impl FnMut(&mut Session<'_>, &Located) -> Result<R, Trouble>,
-    ) -> Result<R> {
+    ) -> Result<R, Fault> {
         let never = CancelToken::never();
         let mut replaced = 0;
         let mut doubtful: Option<Arc<Backend>> = None;
+        // Whether a try may have been carried out: no later failure says that none was.
+        let mut in_doubt = false;
+        let fault = |in_doubt, error| {
+            if in_doubt { Fault::Doubt { error, process: None } } else { Fault::Error(error) }
+        };
         loop {
-            let connection = self.source.get_for_renewals(end)?;
+            let connection = self.source.get_for_renewals(end).map_err(|error| fault(in_doubt, error))?;
             let fresh = connection.is_fresh();
             let mut session = Session::new(connection, end, &never);
             if let Some(query) = doubtful.take().and_then(|process| end_query(&process, lock_id)) {
@@ -97,14 +102,16 @@ impl PostgresBackend {
                 self.source.keep(connection);
             }
             replaced += 1;
+            let unsure = matches!(outcome, Err(Trouble::Broken { in_doubt: true, .. }));
+            in_doubt |= unsure;
             match outcome {
                 Ok(result) => return Ok(result),
-                Err(trouble @ (Trouble::Unprepared | Trouble::Broken { stale: true, .. }))
+                Err(Trouble::Unprepared | Trouble::Broken { stale: true, .. })
                     if replaced <= 3 && (!fresh || replaced == 1) =>
                 {
-                    doubtful = process.filter(|_| matches!(trouble, Trouble::Broken { in_doubt: true, .. }));
+                    doubtful = process.filter(|_| unsure);
                 }
-                Err(trouble) => return Err(trouble.into_error()),
+                Err(trouble) => return Err(fault(in_doubt, trouble.into_error())),
             }
         }
     }

@@ -176,7 +176,8 @@ impl TelemetryOptions {
     }
 
     /// How long the drop of the last handle waits for events that are still in the queue, 1 s by
-    /// default. What is left then is dropped and counted.
+    /// default. What is left then is dropped and counted. [`PgLockClient::close`](crate::PgLockClient::close)
+    /// waits for as long, and drops nothing.
     pub fn flush_timeout(mut self, timeout: Duration) -> Self {
         self.flush_timeout = timeout;
         self

@@ -144,6 +144,11 @@ impl TelemetryHandle {
         self.queue.state().delivered
     }
 
+    /// How long the end of a client waits.
+    pub(crate) fn flush_timeout(&self) -> Duration {
+        self.queue.options.flush_timeout
+    }
+
     /// How many events were dropped because the callback was too slow.
     #[must_use]
     pub fn dropped(&self) -> u64 {

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::support::{LIMIT, TTL, id, logs, place, unique};
+use super::support::{Action, LIMIT, Proxy, TTL, id, logs, place, server, unique};
 use syncguard::{ErrorCode, FENCE_MAX, Heartbeat, LockOptions, LostReason, PgLockClient, hash_key};
 
 #[test]
@@ -114,4 +114,23 @@ fn who_asked_is_one_line_of_the_log_whatever_it_says() {
     let lines = log.of_this_thread();
     let line = lines.iter().find(|line| line.text.contains("all is lost")).unwrap();
     assert!(!line.text.contains('\n'), "{}", line.text);
+}
+
+#[test]
+fn who_asked_is_logged_also_when_the_answer_is_lost() {
+    let place = place();
+    let proxy = Proxy::start(server().port());
+    let client =
+        PgLockClient::builder().auto_create_tables(false).connect(&proxy.url(&place.schema.url())).unwrap();
+    let key = place.key("a");
+    place.hold(&key);
+    assert!(client.is_locked(&key).unwrap());
+    proxy.once("DELETE FROM", Action::CutAnswerAt(0));
+    let log = logs::capture();
+    let error = client.operator().break_lock(&key, "somebody unlucky").unwrap_err();
+    assert!(error.is_outcome_unknown(), "{error:?}");
+    let lines = log.of_this_thread();
+    let line = lines.iter().find(|line| line.text.contains("somebody unlucky")).expect("a trace of it");
+    assert!(line.level == log::Level::Warn && line.text.contains("perhaps") && !line.text.contains(&key));
+    assert!(place.stored.row(&key).is_none(), "and so it was");
 }

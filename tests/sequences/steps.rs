@@ -92,6 +92,12 @@ pub(crate) enum Step {
     Remove {
         key: usize,
     },
+    /// An operator breaks the key's lock.
+    Break {
+        key: usize,
+    },
+    /// An operator deletes what is long over.
+    CleanUp,
     /// The key's fence counter is set.
     Counter {
         key: usize,
@@ -138,6 +144,8 @@ pub(crate) fn history() -> impl Strategy<Value = Vec<Step>> {
             .prop_map(|(key, past_ms)| Step::Age { key, past_ms }),
         1 => keys().prop_map(|key| Step::TakeOver { key }),
         1 => keys().prop_map(|key| Step::Remove { key }),
+        1 => keys().prop_map(|key| Step::Break { key }),
+        1 => Just(Step::CleanUp),
         1 => (keys(), counters()).prop_map(|(key, value)| Step::Counter { key, value }),
     ];
     prop::collection::vec(step, 1..20)

@@ -8,8 +8,9 @@ use std::fmt::Debug;
 use std::time::Duration;
 
 use syncguard::{
-    AcquireResult, Attempt, CancelToken, ErrorCode, ExtendOutcome, LockBackend, LockError, LockInfoDebug,
-    Lookup, LostReason, MemoryBackend, Moment, PgLockClient, Reason, ReleaseOutcome, RenewOutcome, Renewal,
+    AcquireResult, Attempt, CLEANUP_GUARD_MS, CancelToken, ErrorCode, ExtendOutcome, Fence, LockBackend,
+    LockError, LockInfoDebug, Lookup, LostReason, MemoryBackend, Moment, PgLockClient, Reason,
+    ReleaseOutcome, RenewOutcome, Renewal, TIME_TOLERANCE_MS,
 };
 
 use crate::server::{MAX_DRIFT_MS, Tables, TooSlow};
@@ -77,7 +78,7 @@ fn id(letter: char, case: u64, key: usize, client: usize, generation: u32) -> St
 }
 
 pub(crate) struct World<'a> {
-    client: &'a dyn LockBackend,
+    client: &'a PgLockClient,
     tables: &'a mut Tables,
     model: MemoryBackend,
     names: Names,
@@ -189,6 +190,8 @@ impl<'a> World<'a> {
                 self.tables.set_counter(key, value);
                 Ok(())
             }
+            Step::Break { key } => self.break_lock(key),
+            Step::CleanUp => self.clean_up(),
             Step::TakeOver { key } => {
                 let name = &self.names.keys[key];
                 // A counter at its limit lets nobody in.
@@ -205,10 +208,41 @@ impl<'a> World<'a> {
         }
     }
 
+    /// Takes the key away and raises its counter; at its limit, neither.
+    fn break_lock(&mut self, key: usize) -> Result<(), Stop> {
+        let key = &self.names.keys[key];
+        let expected = match Fence::following(self.model.counter(key).unwrap_or(0)) {
+            Ok(fence) => {
+                let was = self.model.remove(key).unwrap();
+                self.model.set_counter(key, fence.get()).unwrap();
+                Ok((was, fence.get()))
+            }
+            Err(error) => Err(code(&error)),
+        };
+        let broken = self.client.operator().break_lock(key, "a history");
+        let found = broken.map(|broken| (broken.was.is_some(), broken.fence.get()));
+        same("break_lock", &expected, &found.map_err(|error| code(&error)))
+    }
+
+    /// What would be over also with twice the tolerance goes; the counters stay.
+    fn clean_up(&mut self) -> Result<(), Stop> {
+        let twice = CLEANUP_GUARD_MS - TIME_TOLERANCE_MS;
+        self.model.shift_server_clock(-twice);
+        for key in &self.names.keys {
+            if self.model.lookup_raw(Lookup::Key(key), &CancelToken::never()).unwrap().is_none() {
+                self.model.remove(key).unwrap();
+            }
+        }
+        self.model.shift_server_clock(twice);
+        // How many are deleted says nothing: rows of other histories are among them.
+        let cleaned = self.client.operator().cleanup_expired(10_000);
+        same("clean-up", &Ok(()), &cleaned.map(drop).map_err(|error| code(&error)))
+    }
+
     /// The server chooses the id; the model is told which.
     fn acquire(&mut self, key: usize, ttl: usize, form: Form) -> Result<(), Stop> {
         let (name, token) = (self.names.keys[key].clone(), self.token(form));
-        let answer = self.client.acquire(&name, length(ttl), &token);
+        let answer = LockBackend::acquire(self.client, &name, length(ttl), &token);
         if let Ok(AcquireResult::Acquired(grant)) = &answer {
             self.names.chosen[key].clone_from(&grant.lock_id);
         }
