@@ -38,9 +38,10 @@ impl Dice {
     }
 }
 
-/// Holds for a while, or until it is lost, and says until when it believed.
-fn work(guard: &AdvisoryGuard, time: Duration) -> Instant {
-    let (start, mut seen) = (Instant::now(), Instant::now());
+/// Holds for a while, or until it is lost, and says until when it believed: not at all, if it is lost
+/// at the first look.
+fn work(guard: &AdvisoryGuard, from: Instant, time: Duration) -> Instant {
+    let mut seen = from;
     loop {
         // The time is read first: the belief lasted at least until then.
         let now = Instant::now();
@@ -48,7 +49,7 @@ fn work(guard: &AdvisoryGuard, time: Duration) -> Instant {
             return seen;
         }
         seen = now;
-        if start.elapsed() >= time {
+        if from.elapsed() >= time {
             return seen;
         }
         let _ = guard.lost().wait_timeout(Duration::from_millis(1));
@@ -117,7 +118,7 @@ fn no_two_holders_believe_in_one_key_at_a_time_whatever_ends_them() {
                 ended.lock().unwrap().entry(guard.pid()).or_insert_with(Instant::now);
                 killer.execute("SELECT pg_terminate_backend($1)", &[&guard.pid()]).unwrap();
             }
-            let to = work(&guard, Duration::from_millis(dice.roll(100)));
+            let to = work(&guard, from, Duration::from_millis(dice.roll(100)));
             beliefs.lock().unwrap().push(Belief { key: number, from, to, pid: guard.pid() });
             end(guard, &mut dice, &runtime);
         }
