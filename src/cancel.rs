@@ -86,6 +86,14 @@ impl CancelToken {
     }
 
     /// Waits until the token fires, at most this long. Returns whether it has fired.
+    ///
+    /// # Blocking
+    ///
+    /// At most `timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// By firing this token.
     #[must_use = "false means that the time is over and the token has not fired"]
     pub fn wait_timeout(&self, timeout: Duration) -> bool {
         let Some(inner) = &self.0 else {

@@ -32,11 +32,27 @@ use crate::error::Result;
 /// The live lease of a key. An expired one and none at all are both `None`.
 ///
 /// For diagnosis only; see the [module](crate::diagnostics).
+///
+/// # Blocking
+///
+/// At most the `operation_timeout` of the backend.
+///
+/// # Cancellation
+///
+/// None.
 pub fn get_by_key<B: LockBackend + ?Sized>(backend: &B, key: &str) -> Result<Option<LockInfo>> {
     get_by_key_cancellable(backend, key, &CancelToken::never())
 }
 
 /// [`get_by_key`] that a token can end.
+///
+/// # Blocking
+///
+/// At most the `operation_timeout` of the backend.
+///
+/// # Cancellation
+///
+/// By the token.
 pub fn get_by_key_cancellable<B: LockBackend + ?Sized>(
     backend: &B,
     key: &str,
@@ -48,11 +64,27 @@ pub fn get_by_key_cancellable<B: LockBackend + ?Sized>(
 /// The live lease with this lock id. An expired one and none at all are both `None`.
 ///
 /// For diagnosis only; see the [module](crate::diagnostics).
+///
+/// # Blocking
+///
+/// At most the `operation_timeout` of the backend.
+///
+/// # Cancellation
+///
+/// None.
 pub fn get_by_id<B: LockBackend + ?Sized>(backend: &B, lock_id: &str) -> Result<Option<LockInfo>> {
     get_by_id_cancellable(backend, lock_id, &CancelToken::never())
 }
 
 /// [`get_by_id`] that a token can end.
+///
+/// # Blocking
+///
+/// At most the `operation_timeout` of the backend.
+///
+/// # Cancellation
+///
+/// By the token.
 pub fn get_by_id_cancellable<B: LockBackend + ?Sized>(
     backend: &B,
     lock_id: &str,
@@ -65,11 +97,27 @@ pub fn get_by_id_cancellable<B: LockBackend + ?Sized>(
 ///
 /// **Sensitive**: whoever learns the lock id can let go of the lock, and keys may name people. For
 /// debugging by hand only; keep the answer out of logs.
+///
+/// # Blocking
+///
+/// At most the `operation_timeout` of the backend.
+///
+/// # Cancellation
+///
+/// None.
 pub fn get_by_key_raw<B: LockBackend + ?Sized>(backend: &B, key: &str) -> Result<Option<LockInfoDebug>> {
     get_by_key_raw_cancellable(backend, key, &CancelToken::never())
 }
 
 /// [`get_by_key_raw`] that a token can end. **Sensitive**, as that is.
+///
+/// # Blocking
+///
+/// At most the `operation_timeout` of the backend.
+///
+/// # Cancellation
+///
+/// By the token.
 pub fn get_by_key_raw_cancellable<B: LockBackend + ?Sized>(
     backend: &B,
     key: &str,
@@ -82,11 +130,27 @@ pub fn get_by_key_raw_cancellable<B: LockBackend + ?Sized>(
 ///
 /// **Sensitive**: whoever learns the lock id can let go of the lock, and keys may name people. For
 /// debugging by hand only; keep the answer out of logs.
+///
+/// # Blocking
+///
+/// At most the `operation_timeout` of the backend.
+///
+/// # Cancellation
+///
+/// None.
 pub fn get_by_id_raw<B: LockBackend + ?Sized>(backend: &B, lock_id: &str) -> Result<Option<LockInfoDebug>> {
     get_by_id_raw_cancellable(backend, lock_id, &CancelToken::never())
 }
 
 /// [`get_by_id_raw`] that a token can end. **Sensitive**, as that is.
+///
+/// # Blocking
+///
+/// At most the `operation_timeout` of the backend.
+///
+/// # Cancellation
+///
+/// By the token.
 pub fn get_by_id_raw_cancellable<B: LockBackend + ?Sized>(
     backend: &B,
     lock_id: &str,
@@ -110,11 +174,27 @@ pub fn get_by_id_raw_cancellable<B: LockBackend + ?Sized>(
 /// }
 /// # Ok::<(), syncguard::LockError>(())
 /// ```
+///
+/// # Blocking
+///
+/// At most the `operation_timeout` of the backend.
+///
+/// # Cancellation
+///
+/// None.
 pub fn owns<B: LockBackend + ?Sized>(backend: &B, lock_id: &str) -> Result<bool> {
     owns_cancellable(backend, lock_id, &CancelToken::never())
 }
 
 /// [`owns`] that a token can end.
+///
+/// # Blocking
+///
+/// At most the `operation_timeout` of the backend.
+///
+/// # Cancellation
+///
+/// By the token.
 pub fn owns_cancellable<B: LockBackend + ?Sized>(
     backend: &B,
     lock_id: &str,

@@ -4,6 +4,10 @@
 // A test that fails panics.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
+#[path = "fast_paths/durable.rs"]
+mod durable;
+#[path = "fast_paths/shared.rs"]
+mod shared;
 mod support;
 
 use std::sync::Arc;
@@ -107,6 +111,7 @@ fn the_server_process_of_a_lost_answer_is_ended_whatever_the_length_of_the_key()
 /// The calls that a settled session makes in one statement, by how the statement begins.
 #[derive(Clone, Copy, Debug)]
 enum Op {
+    Acquire,
     Release,
     Extend,
     IsLocked,
@@ -116,6 +121,7 @@ enum Op {
 impl Op {
     fn begins(self) -> &'static str {
         match self {
+            Self::Acquire => "EXECUTE sg_acquire_absent_",
             Self::Release => "EXECUTE sg_release_live_",
             Self::Extend => "EXECUTE sg_extend_",
             Self::IsLocked => "EXECUTE sg_look_",
@@ -124,22 +130,35 @@ impl Op {
     }
 
     /// So often that the driver prepares the statement.
-    fn warm(self, client: &PgLockClient, key: &str) {
+    fn warm(self, place: &Place, client: &PgLockClient, key: &str) {
         // The connection may have ended after its last answer, which only its next use shows.
         let _ = client.release(&id("nobody"));
         for _ in 0..OFTEN {
             match self {
+                Self::Acquire => {
+                    let grant = client.acquire(&place.key("spare"), TTL).unwrap().acquired().unwrap();
+                    assert_eq!(client.release(&grant.lock_id).unwrap(), ReleaseResult::Released);
+                }
                 Self::Release => {
                     assert_eq!(client.release(&id("nobody")).unwrap(), ReleaseResult::NotHeld);
                 }
-                _ => self.check(client, key),
+                _ => self.check(place, client, key),
             }
         }
     }
 
     /// The one right answer, whatever happened on the way.
-    fn check(self, client: &PgLockClient, key: &str) {
+    fn check(self, place: &Place, client: &PgLockClient, key: &str) {
         match self {
+            Self::Acquire => {
+                let before = place.stored.counter(key);
+                let grant = client.acquire(key, TTL).unwrap().acquired().unwrap();
+                let row = place.stored.row(key).unwrap();
+                assert_eq!((row.lock_id, row.fence), (grant.lock_id, grant.fence.to_string()));
+                let counter = place.stored.counter(key);
+                assert_eq!(counter, before.map(|before| before + 1), "one fence for one grant");
+                assert_eq!(counter, i64::try_from(grant.fence.get()).ok());
+            }
             Self::Release => match client.release(&id("mine")) {
                 Ok(answer) => assert_eq!(answer, ReleaseResult::Released),
                 Err(error) => assert!(error.is_outcome_unknown(), "{error:?}"),
@@ -153,7 +172,7 @@ impl Op {
     }
 }
 
-const OPS: [Op; 4] = [Op::Release, Op::Extend, Op::IsLocked, Op::Lookup];
+const OPS: [Op; 5] = [Op::Acquire, Op::Release, Op::Extend, Op::IsLocked, Op::Lookup];
 
 /// Whether this is a call of the operation's statement by the driver's own means.
 fn is_bound(sql: &str, op: Op) -> bool {
@@ -178,11 +197,14 @@ fn disturb(place: &Place, proxy: &Proxy, client: &PgLockClient, op: Op, action: 
     let key = place.key("a");
     place.stored.run("DELETE FROM syncguard_locks");
     place.stored.write(&key, &id("mine"), 30_000, 1);
+    if matches!(op, Op::Acquire) {
+        place.stored.remove(&key);
+    }
     proxy.pass_all();
-    op.warm(client, &key);
+    op.warm(place, client, &key);
     let before = proxy.count();
     once(proxy, op, action);
-    op.check(client, &key);
+    op.check(place, client, &key);
     assert_eq!(proxy.count(), before + 1, "{op:?}: the driver's statement was not called");
     assert_eq!(place.stored.row(&key).is_none(), matches!(op, Op::Release), "{op:?} {action:?}");
 }
@@ -195,7 +217,8 @@ fn a_call_that_is_cut_at_any_byte_is_answered_rightly() {
         let client = through(&place, &proxy, &unique());
         disturb(&place, &proxy, &client, op, Action::CutAnswerAt(usize::MAX));
         // Bind, Execute and Sync have less than this; a cut behind the end is one before the last byte.
-        for at in 0..130 {
+        let (to, step) = if matches!(op, Op::Acquire) { (350, 7) } else { (130, 1) };
+        for at in (0..to).step_by(step) {
             disturb(&place, &proxy, &client, op, Action::CutQueryAt(at));
         }
         for at in 0..=proxy.last_answer() {
@@ -224,7 +247,7 @@ fn a_server_that_does_not_answer_costs_no_more_than_the_calls_own_time() {
     let client = through(&place, &proxy, &unique());
     let key = place.key("a");
     place.stored.write(&key, &id("mine"), 30_000, 1);
-    Op::Extend.warm(&client, &key);
+    Op::Extend.warm(&place, &client, &key);
     once(&proxy, Op::Extend, Action::SwallowAnswer);
     let start = Instant::now();
     // Its own limit is that of the session, so it is a settled call.
@@ -232,7 +255,7 @@ fn a_server_that_does_not_answer_costs_no_more_than_the_calls_own_time() {
     assert_eq!(error.code(), ErrorCode::NetworkTimeout);
     assert!(error.is_outcome_unknown(), "{error:?}");
     assert!(start.elapsed() < CALL * 3);
-    Op::Extend.check(&client, &key);
+    Op::Extend.check(&place, &client, &key);
 }
 
 /// New tables of the same names, and a column more: the driver's statements go on with them.

@@ -280,6 +280,8 @@ fn a_callers_connection_is_bounded_from_its_first_message_on() {
     {
         let pool = callers_pool(&schema, &app, 2);
         let builder = PgLockClient::builder().operation_timeout(ms(200)).auto_create_tables(false);
+        // To connect is the pool's business, and may take longer than that.
+        drop(pool.get().unwrap());
         let client = builder.build(pool).unwrap();
         other.batch_execute(&format!("BEGIN; {sql}")).unwrap();
         for _ in 0..2 {

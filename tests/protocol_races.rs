@@ -6,6 +6,8 @@
 // A test that fails panics.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
+#[path = "protocol_races/absent.rs"]
+mod absent;
 #[path = "protocol_races/fenced.rs"]
 mod fenced;
 #[path = "protocol_races/forms.rs"]

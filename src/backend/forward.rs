@@ -59,6 +59,9 @@ macro_rules! forward {
             fn reserve_renewals(&self) -> Result<()> {
                 (**self).reserve_renewals()
             }
+            fn reserve_renewals_by(&self, deadline: Moment, cancel: &CancelToken) -> Result<()> {
+                (**self).reserve_renewals_by(deadline, cancel)
+            }
             fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoDebug>> {
                 (**self).lookup_raw(what, cancel)
             }

@@ -94,6 +94,16 @@ fn in_time<B: LockBackend + ?Sized>(backend: &B, deadline: Moment) -> Result<()>
 ///
 /// The five operations are those of every SyncGuard client. The provided methods are what guards
 /// need beyond them; a backend that can do better than the default should.
+///
+/// # Blocking
+///
+/// Each call at most until its `deadline`; one without a deadline at most
+/// [`operation_timeout`](LockBackend::operation_timeout).
+///
+/// # Cancellation
+///
+/// A call that is given a token ends when that fires, before anything is written or not at all. The others
+/// are those of guards that end or are renewed, which nothing cancels.
 pub trait LockBackend: Send + Sync {
     /// Tries once to take the key for `ttl`.
     fn acquire(&self, key: &str, ttl: Duration, cancel: &CancelToken) -> Result<AcquireResult>;
@@ -184,6 +194,14 @@ pub trait LockBackend: Send + Sync {
     /// cannot keep a resource free for renewals refuses here.
     fn reserve_renewals(&self) -> Result<()> {
         Ok(())
+    }
+
+    /// [`reserve_renewals`](LockBackend::reserve_renewals) with a deadline of its own, for the caller who
+    /// happens to be the first and has no more time than that.
+    fn reserve_renewals_by(&self, deadline: Moment, cancel: &CancelToken) -> Result<()> {
+        cancel.check()?;
+        in_time(self, deadline)?;
+        self.reserve_renewals()
     }
 
     /// [`lookup`](LockBackend::lookup) with the raw key and id, for the `*_raw` helpers alone.

@@ -7,6 +7,14 @@ use crate::error::Result;
 impl PgLockClient {
     /// Tries once to take a session lock, with default options. See
     /// [`try_advisory_lock_with`](Self::try_advisory_lock_with).
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// By the client's token.
     pub fn try_advisory_lock(&self, key: &AdvisoryKey) -> Result<Option<AdvisoryGuard>> {
         self.try_advisory_lock_with(key, &AdvisoryOptions::new())
     }
@@ -57,6 +65,14 @@ impl PgLockClient {
 
     /// Waits for a session lock, with default options: at most 5 s. See
     /// [`advisory_lock_with`](Self::advisory_lock_with).
+    ///
+    /// # Blocking
+    ///
+    /// At most the default `timeout`, 5 s.
+    ///
+    /// # Cancellation
+    ///
+    /// By the client's token: a sleeping waiter wakes at once.
     pub fn advisory_lock(&self, key: &AdvisoryKey) -> Result<AdvisoryGuard> {
         self.advisory_lock_with(key, &AdvisoryOptions::new())
     }
@@ -102,7 +118,13 @@ impl PgLockClient {
     /// The sessions that wait in the server for advisory locks of this database. Waiters of this
     /// library wait in their own process and are not among them, but for acquires of leases.
     ///
-    /// Blocking and cancellation as [`advisory_holders`](Self::advisory_holders).
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// By the client's token.
     pub fn advisory_waiters(&self) -> Result<Vec<AdvisorySession>> {
         self.sessions.sessions(false, &self.locks.token.token)
     }
@@ -117,7 +139,13 @@ impl PgLockClient {
     ///
     /// `AuthFailed` without that right.
     ///
-    /// Blocking and cancellation as [`advisory_holders`](Self::advisory_holders).
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// By the client's token.
     pub fn terminate_advisory_session(&self, pid: i32) -> Result<bool> {
         self.sessions.terminate(pid, &self.locks.token.token)
     }

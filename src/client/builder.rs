@@ -183,9 +183,17 @@ impl PgLockClientBuilder {
 
     /// Builds a client with a pool of its own, without TLS, from `postgresql://…` or key=value pairs.
     ///
-    /// Errors, blocking and cancellation as [`PgLockClient::connect`]; with
+    /// Errors as those of [`PgLockClient::connect`]; with
     /// [`auto_create_tables(false)`](Self::auto_create_tables) it does no I/O and fails only with
     /// `InvalidArgument`.
+    ///
+    /// # Blocking
+    ///
+    /// At most 6 × `operation_timeout`, to create the tables; not at all without `auto_create_tables`.
+    ///
+    /// # Cancellation
+    ///
+    /// None.
     pub fn connect(self, url: &str) -> Result<PgLockClient> {
         let names = self.check()?;
         let connector = Connector::new(parse_url(url)?, NoTls, self.operation_timeout)?;
@@ -196,9 +204,15 @@ impl PgLockClientBuilder {
 
     /// Builds a client with a pool of its own from the driver's configuration and a TLS connector,
     /// such as those of `postgres-native-tls` and `postgres-openssl`, or [`NoTls`]. The
-    /// configuration's notice callback is replaced.
+    /// configuration's notice callback is replaced. Errors as those of [`PgLockClient::connect`].
     ///
-    /// Errors, blocking and cancellation as [`PgLockClient::connect`].
+    /// # Blocking
+    ///
+    /// At most 6 × `operation_timeout`, to create the tables; not at all without `auto_create_tables`.
+    ///
+    /// # Cancellation
+    ///
+    /// None.
     pub fn connect_with<T>(self, config: Config, tls: T) -> Result<PgLockClient>
     where
         T: MakeTlsConnect<Socket> + Clone + Send + Sync + 'static,
@@ -231,8 +245,8 @@ impl PgLockClientBuilder {
     ///
     /// # Blocking
     ///
-    /// As [`PgLockClient::setup_schema`], within what the pool and the server's limits allow; no I/O
-    /// with `auto_create_tables(false)`.
+    /// At most 6 × `operation_timeout`, to create the tables; not at all without `auto_create_tables`. What
+    /// [`PgLockClient`] says of a caller's pool holds here, too.
     ///
     /// # Cancellation
     ///

@@ -30,8 +30,8 @@ impl LockGuard {
     ///
     /// # Blocking
     ///
-    /// As the transaction's own statements: its connection is the caller's. The wait for the counter
-    /// row is as short as another's acquire.
+    /// As long as the transaction's own statements may, by its `lock_timeout` and `statement_timeout`:
+    /// its connection is the caller's. The wait for the counter row is as short as another's acquire.
     ///
     /// # Cancellation
     ///

@@ -89,6 +89,14 @@ impl PgLockClient {
 
     /// Waits for the lock with default options: at most 5 s, then a lease of 30 s that is renewed
     /// until the guard is dropped. See [`lock_with`](Self::lock_with).
+    ///
+    /// # Blocking
+    ///
+    /// At most the default `timeout`, 5 s, waiting for a connection and connecting included.
+    ///
+    /// # Cancellation
+    ///
+    /// As [`lock_with`](Self::lock_with).
     pub fn lock(&self, key: &str) -> Result<LockGuard> {
         self.locks.lock(key)
     }
@@ -108,6 +116,14 @@ impl PgLockClient {
     }
 
     /// Tries once, with default options. `None` if somebody else holds the key.
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// As [`lock_with`](Self::lock_with).
     pub fn try_lock(&self, key: &str) -> Result<Option<LockGuard>> {
         self.locks.try_lock(key)
     }
@@ -208,35 +224,86 @@ impl PgLockClient {
     }
 
     /// The live lease of a key, or with an id. For diagnosis, never to decide whether to release or
-    /// extend: those check for themselves. Errors, blocking and cancellation as
-    /// [`is_locked`](Self::is_locked).
+    /// extend: those check for themselves.
+    ///
+    /// # Errors
+    ///
+    /// As those of [`is_locked`](Self::is_locked).
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// By the client's token.
     pub fn lookup(&self, what: Lookup<'_>) -> Result<Option<LockInfo>> {
         self.locks.lookup(what)
     }
 
     /// The live lease of this key. See [`lookup`](Self::lookup).
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// By the client's token.
     pub fn get_by_key(&self, key: &str) -> Result<Option<LockInfo>> {
         self.locks.get_by_key(key)
     }
 
     /// The live lease with this id. See [`lookup`](Self::lookup).
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// By the client's token.
     pub fn get_by_id(&self, lock_id: &str) -> Result<Option<LockInfo>> {
         self.locks.get_by_id(lock_id)
     }
 
     /// The live lease of this key, with raw key and lock id: **sensitive**, for debugging.
     /// See [`lookup`](Self::lookup).
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// By the client's token.
     pub fn get_by_key_raw(&self, key: &str) -> Result<Option<LockInfoDebug>> {
         self.locks.get_by_key_raw(key)
     }
 
     /// The live lease with this id, with raw key and lock id: **sensitive**, for debugging.
     /// See [`lookup`](Self::lookup).
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// By the client's token.
     pub fn get_by_id_raw(&self, lock_id: &str) -> Result<Option<LockInfoDebug>> {
         self.locks.get_by_id_raw(lock_id)
     }
 
     /// Whether a live lease has this id. For display; see [`lookup`](Self::lookup).
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// By the client's token.
     pub fn owns(&self, lock_id: &str) -> Result<bool> {
         self.locks.owns(lock_id)
     }
@@ -282,8 +349,17 @@ impl PgLockClient {
     }
 
     /// Fails the caller's transaction unless `fence` is the key's newest and its lease is live; see
-    /// [`LockGuard::fence_transaction`], also for errors, blocking and cancellation. For a holder that
-    /// knows only key and fence. A key that cannot be is `InvalidArgument`.
+    /// [`LockGuard::fence_transaction`], also for errors. For a holder that knows only key and fence. A key
+    /// that cannot be is `InvalidArgument`.
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout` to find the tables, where this client has not used them so far; then as
+    /// long as the transaction's own statements may, by its `lock_timeout` and `statement_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// None.
     pub fn assert_fence(
         &self,
         transaction: &mut postgres::Transaction<'_>,
@@ -322,9 +398,12 @@ impl PgLockClient {
     pub fn close(&self, deadline: Duration) -> Result<CloseReport> {
         self.locks.check_process()?;
         let start = std::time::Instant::now();
-        let settled = self.sessions.close(deadline);
-        let mut report = self.locks.close(deadline.saturating_sub(start.elapsed()))?;
-        report.threads_ended &= settled;
+        // All are told at once, and then waited for: leases, which stay held in the server if nobody lets them
+        // go, before session locks, which end with their connections. One that has to wait for a server that
+        // says nothing does not take the time of the others.
+        self.sessions.close(Duration::ZERO);
+        let mut report = self.locks.close(deadline)?;
+        report.threads_ended &= self.sessions.close(deadline.saturating_sub(start.elapsed()));
         if let Some(events) = &self.telemetry {
             let rest = deadline.saturating_sub(start.elapsed());
             let _ = events.flush(rest.min(events.flush_timeout()));

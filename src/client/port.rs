@@ -60,6 +60,9 @@ impl LockBackend for PgLockClient {
     fn reserve_renewals(&self) -> Result<()> {
         self.locks.backend().reserve_renewals()
     }
+    fn reserve_renewals_by(&self, deadline: Moment, cancel: &CancelToken) -> Result<()> {
+        self.locks.backend().reserve_renewals_by(deadline, cancel)
+    }
     fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoDebug>> {
         self.locks.backend().lookup_raw(what, cancel)
     }

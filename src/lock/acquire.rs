@@ -56,7 +56,10 @@ pub(super) fn lock(client: &LockClient, key: &Arc<str>, plan: &Plan) -> Result<L
     let merged = client.token.and(&plan.cancel);
     merged.token.check()?;
     let _entered = engine.enter()?;
-    prepare(engine, plan, end, &merged.token)?;
+    // Without any time, the wait says so better.
+    if start < end {
+        prepare(engine, plan, end, &merged.token)?;
+    }
     let ticket = engine.queue.join(key);
     let mut wait = Waiter {
         engine,

@@ -251,7 +251,7 @@ impl Engine {
         *state = Reserved::Asking;
         drop(state);
         let mut answer = ReserveAnswer { engine: self, granted: false };
-        let result = self.backend.reserve_renewals();
+        let result = self.backend.reserve_renewals_by(self.call_deadline(end), cancel);
         answer.granted = result.is_ok();
         drop(answer);
         result

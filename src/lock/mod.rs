@@ -113,6 +113,14 @@ impl LockClient {
     /// Waits for the lock with default options: at most 5 s, then a lease of 30 s that is renewed.
     ///
     /// See [`lock_with`](Self::lock_with).
+    ///
+    /// # Blocking
+    ///
+    /// At most the default `timeout`, 5 s.
+    ///
+    /// # Cancellation
+    ///
+    /// As [`lock_with`](Self::lock_with).
     pub fn lock(&self, key: &str) -> Result<LockGuard> {
         self.lock_with(key, &LockOptions::new())
     }
@@ -135,7 +143,7 @@ impl LockClient {
     /// # Blocking
     ///
     /// At most `timeout`; for ever with `wait_forever`. The first lock of a client with a heartbeat
-    /// also has the backend prepare its renewals, once.
+    /// also has the backend prepare its renewals, once, in the same time.
     ///
     /// # Cancellation
     ///
@@ -149,6 +157,14 @@ impl LockClient {
     /// Tries once, with default options. `None` if somebody else holds the key.
     ///
     /// See [`try_lock_with`](Self::try_lock_with).
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// As [`lock_with`](Self::lock_with).
     pub fn try_lock(&self, key: &str) -> Result<Option<LockGuard>> {
         self.try_lock_with(key, &LockOptions::new())
     }
@@ -292,24 +308,58 @@ impl LockClient {
 
     /// The live lease of a key, or with an id. For diagnosis: it may have ended when you read it.
     ///
-    /// Errors, blocking and cancellation as [`is_locked`](Self::is_locked).
+    /// # Errors
+    ///
+    /// Those of the backend.
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// By the client's token.
     pub fn lookup(&self, what: Lookup<'_>) -> Result<Option<LockInfo>> {
         Self::check_lookup(what)?;
         self.engine().backend.lookup(what, &self.token.token)
     }
 
     /// The live lease of this key. See [`lookup`](Self::lookup).
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// By the client's token.
     pub fn get_by_key(&self, key: &str) -> Result<Option<LockInfo>> {
         self.lookup(Lookup::Key(key))
     }
 
     /// The live lease with this id. See [`lookup`](Self::lookup).
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// By the client's token.
     pub fn get_by_id(&self, lock_id: &str) -> Result<Option<LockInfo>> {
         self.lookup(Lookup::LockId(lock_id))
     }
 
     /// The live lease of this key, with the raw key and lock id: **sensitive**, for debugging.
     /// See [`lookup`](Self::lookup).
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// By the client's token.
     pub fn get_by_key_raw(&self, key: &str) -> Result<Option<LockInfoDebug>> {
         let what = Lookup::Key(key);
         Self::check_lookup(what)?;
@@ -318,6 +368,14 @@ impl LockClient {
 
     /// The live lease with this id, with the raw key and lock id: **sensitive**, for debugging.
     /// See [`lookup`](Self::lookup).
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// By the client's token.
     pub fn get_by_id_raw(&self, lock_id: &str) -> Result<Option<LockInfoDebug>> {
         let what = Lookup::LockId(lock_id);
         Self::check_lookup(what)?;
@@ -326,6 +384,14 @@ impl LockClient {
 
     /// Whether a live lease has this id. For diagnosis, never as a guard before a change: use the
     /// fence for that. See [`lookup`](Self::lookup).
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// By the client's token.
     pub fn owns(&self, lock_id: &str) -> Result<bool> {
         self.get_by_id(lock_id).map(|found| found.is_some())
     }

@@ -176,6 +176,14 @@ impl MemoryBackend {
     }
 
     /// Waits until so many calls of this kind have been answered, for at most `limit` of real time.
+    ///
+    /// # Blocking
+    ///
+    /// At most `limit`, and no longer than a day.
+    ///
+    /// # Cancellation
+    ///
+    /// None.
     #[must_use = "false means that the calls did not come"]
     pub fn wait_for_answers(&self, call: Call, calls: u64, limit: Duration) -> bool {
         let end = Instant::now() + limit.min(Duration::from_secs(86_400));

@@ -161,6 +161,14 @@ impl Gate {
     }
 
     /// Waits until this many calls have arrived in total, for at most `limit` of real time.
+    ///
+    /// # Blocking
+    ///
+    /// At most `limit`, and no longer than a day.
+    ///
+    /// # Cancellation
+    ///
+    /// None.
     #[must_use = "false means that the calls did not come"]
     pub fn wait_for_calls(&self, calls: usize, limit: Duration) -> bool {
         let end = Instant::now() + limit.min(Duration::from_secs(86_400));

@@ -365,8 +365,12 @@ impl LockBackend for PostgresBackend {
     }
 
     fn reserve_renewals(&self) -> Result<()> {
+        self.reserve_renewals_by(Moment::NEVER, &CancelToken::never())
+    }
+
+    fn reserve_renewals_by(&self, deadline: Moment, cancel: &CancelToken) -> Result<()> {
         if self.source.can_reserve()? {
-            self.source.keep(self.source.get(self.end(), &CancelToken::never())?);
+            self.source.keep(self.source.get(self.end_by(deadline), cancel)?);
         }
         Ok(())
     }

@@ -31,13 +31,7 @@ pub const CLEANUP_GUARD_MS: i64 = 2000;
 
 /// The operator's view of the lock tables. From [`PgLockClient::operator`](crate::PgLockClient::operator).
 ///
-/// # Blocking
-///
-/// Each call at most `operation_timeout`.
-///
-/// # Cancellation
-///
-/// None.
+/// No call observes a token.
 #[derive(Clone)]
 pub struct Operator {
     backend: Arc<PostgresBackend>,
@@ -98,11 +92,27 @@ impl Operator {
     }
 
     /// The live leases, those that end last first, at most `limit` of them.
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// None.
     pub fn holders(&self, limit: u32) -> Result<Vec<LockInfo>> {
         Ok(self.holders_raw(limit)?.iter().map(LockInfoDebug::sanitized).collect())
     }
 
     /// The same with raw keys and lock ids: **sensitive**, for debugging. The role needs to read `lock_id`.
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// None.
     pub fn holders_raw(&self, limit: u32) -> Result<Vec<LockInfoDebug>> {
         self.ask(|at| {
             let (locks, alive) = (&at.tables.locks, live("l.expires_at_ms", "t.now"));
@@ -119,6 +129,14 @@ impl Operator {
 
     /// How many live leases, rows of leases that are over, and fence counters there are. It counts
     /// them: on millions of counters that takes a while.
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// None.
     pub fn counts(&self) -> Result<Counts> {
         let rows = self.ask(|at| {
             let (locks, fences, alive) =
@@ -137,6 +155,14 @@ impl Operator {
     /// The acquires of this key that wait in the server right now, in no order: those in its queue, and
     /// the one that is through and stands before the key's row or counter, which somebody has locked.
     /// Waiters that sleep between two attempts are not in the server and not in this list.
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// None.
     pub fn waiters(&self, key: &str) -> Result<Vec<Waiter>> {
         let key = Key::new(key)?;
         let (storage_key, _) = key.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?;
@@ -154,7 +180,7 @@ impl Operator {
                AND ((w.classid::int8 << 32) | w.objid::int8) = k.number"
                 .into(),
         );
-        let rows = self.run(|session, _| {
+        let rows = self.run_by(self.backend.end(), |session, _| {
             let message =
                 Message::new().raw(session.limits_plain()).plain(&statement, &[Arg::Text(&storage_key)])?;
             Ok(session.ask(&message)?.into_last_rows())
@@ -187,6 +213,14 @@ impl Operator {
     /// `NetworkTimeout` if the holder's row or counter stays locked by a transaction, `Internal` if the
     /// counter cannot be raised because it is at its limit or was changed by hand. Then, as after every
     /// error but an unknown outcome, nothing was changed.
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// None.
     pub fn break_lock(&self, key: &str, who: &str) -> Result<BrokenLock> {
         let key = Key::new(key)?;
         let (storage_key, fence_key) = key.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?;
@@ -234,6 +268,14 @@ impl Operator {
     ///
     /// Never touches a live lease or a fence counter, never waits for a locked row. After it, a late
     /// release or extend is "not found" rather than "expired": only telemetry sees the difference.
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// None.
     pub fn cleanup_expired(&self, limit: u32) -> Result<u64> {
         self.backend.cleanup_expired(limit, self.backend.end())
     }
@@ -248,16 +290,25 @@ impl Operator {
     /// # Errors
     ///
     /// `InvalidArgument` if the server does not track commit timestamps.
+    ///
+    /// # Blocking
+    ///
+    /// At most `operation_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// None.
     pub fn idle_counters(&self, idle_for: Duration, limit: u32) -> Result<Vec<IdleCounter>> {
         let seconds = idle_for.as_secs().min(3_000_000_000);
+        let end = self.backend.end();
         let tracked =
-            self.ask(|_| "SELECT pg_catalog.current_setting('track_commit_timestamp')".to_owned())?;
+            self.ask_by(end, |_| "SELECT pg_catalog.current_setting('track_commit_timestamp')".to_owned())?;
         if text(required(tracked.first())?, 0)? != Some("on") {
             return Err(LockError::invalid(
                 "the server does not track commit times: set track_commit_timestamp = on and restart it; it knows what is raised from then on",
             ));
         }
-        let rows = self.ask(|at| {
+        let rows = self.ask_by(end, |at| {
             let fences = &at.tables.fences;
             let noted = if at.tables.notes_keys() { "c.key_debug" } else { "NULL" };
             format!(
@@ -280,15 +331,23 @@ impl Operator {
     }
 
     fn ask(&self, sql: impl Fn(&Located) -> String) -> Result<Vec<Row>> {
-        self.run(|session, at| {
+        self.ask_by(self.backend.end(), sql)
+    }
+
+    fn ask_by(&self, end: Instant, sql: impl Fn(&Located) -> String) -> Result<Vec<Row>> {
+        self.run_by(end, |session, at| {
             let message =
                 Message::new().raw(session.limits_plain()).raw("SET LOCAL enable_seqscan TO on").raw(sql(at));
             Ok(session.ask(&message)?.into_last_rows())
         })
     }
 
-    fn run<R>(&self, operation: impl FnMut(&mut Session<'_>, &Located) -> Result<R, Trouble>) -> Result<R> {
-        self.backend.run(self.backend.end(), &CancelToken::never(), operation).map_err(Fault::into_error)
+    fn run_by<R>(
+        &self,
+        end: Instant,
+        operation: impl FnMut(&mut Session<'_>, &Located) -> Result<R, Trouble>,
+    ) -> Result<R> {
+        self.backend.run(end, &CancelToken::never(), operation).map_err(Fault::into_error)
     }
 }
 

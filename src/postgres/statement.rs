@@ -360,6 +360,12 @@ impl Memo {
         self.handles.clear();
         self.vanished = self.vanished.saturating_add(1);
         self.plain |= self.vanished >= 2;
+        if self.plain {
+            // This is not one session, or not one that stays as it was: nothing is known of its settings,
+            // nor of its process, which may be another's by now.
+            self.settled_ms = None;
+            self.backend = None;
+        }
     }
 }
 
@@ -399,10 +405,12 @@ mod tests {
         let mut memo = Memo::default();
         memo.remember(&[&statement], None);
         assert!(memo.missing(&[&statement]).is_empty());
+        let backend = Backend { pid: 1, began: 1, called: None };
+        (memo.settled_ms, memo.backend) = (Some(5_000), Some(Arc::new(backend)));
         memo.forget();
         assert_eq!(memo.missing(&[&statement]).len(), 1);
-        assert!(!memo.plain);
+        assert!(!memo.plain && memo.settled_ms.is_some() && memo.backend.is_some());
         memo.forget();
-        assert!(memo.plain);
+        assert!(memo.plain && memo.settled_ms.is_none() && memo.backend.is_none());
     }
 }

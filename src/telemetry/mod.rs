@@ -94,6 +94,14 @@ impl<B> Telemetry<B> {
 
     /// Waits until the callback has had all events up to now, for at most `timeout`; whether it
     /// has. In the callback itself the answer is `false`, at once.
+    ///
+    /// # Blocking
+    ///
+    /// At most `timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// None.
     pub fn flush(&self, timeout: Duration) -> bool {
         self.handle().flush(timeout)
     }
@@ -252,6 +260,10 @@ impl<B: LockBackend> LockBackend for Telemetry<B> {
             .collect();
         self.sink.offer(events);
         outcomes
+    }
+
+    fn reserve_renewals_by(&self, deadline: Moment, cancel: &CancelToken) -> Result<()> {
+        self.inner.reserve_renewals_by(deadline, cancel)
     }
 
     fn reserve_renewals(&self) -> Result<()> {

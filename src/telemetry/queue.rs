@@ -133,6 +133,14 @@ impl Sink {
 impl TelemetryHandle {
     /// Waits until the callback has had all events up to now, for at most `timeout`; whether it
     /// has. In the callback itself the answer is `false`, at once.
+    ///
+    /// # Blocking
+    ///
+    /// At most `timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// None.
     #[allow(clippy::must_use_candidate, reason = "waiting is what it is called for")]
     pub fn flush(&self, timeout: Duration) -> bool {
         self.queue.flush(timeout)

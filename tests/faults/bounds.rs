@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 
 use postgres::NoTls;
 use syncguard::{
-    ErrorCode, ExtendResult, LockError, LockOptions, Lookup, PgLockClient, PgLockClientBuilder, ReleaseResult,
+    AdvisoryKey, ErrorCode, ExtendResult, LockError, LockOptions, Lookup, PgLockClient, PgLockClientBuilder,
+    ReleaseResult,
 };
 
 use crate::support::{self, Action, Config, Network, Proxy, Server};
@@ -221,6 +222,68 @@ fn a_callers_pool_whose_connections_are_all_taken() {
     let client = builder().build(pool.clone()).unwrap();
     let (_first, _second) = (pool.get().unwrap(), pool.get().unwrap());
     all_in_time("a caller's pool, exhausted", &client, &["RateLimited"], false);
+}
+
+/// A close has one deadline for everything: what has to wait must not take it from what has not.
+#[test]
+fn a_close_lets_leases_go_although_a_session_locks_server_is_silent() {
+    let schema = support::schema();
+    let proxy = Proxy::start(support::server().port());
+    let patient = PgLockClient::builder().operation_timeout(LIMIT * 40);
+    let client = patient.connect(&proxy.url(&schema.url())).unwrap();
+    let warm = client.try_advisory_lock(&AdvisoryKey::from_text(schema.name())).unwrap();
+    drop(warm);
+    let guard = client.lock("k").unwrap();
+    proxy.on_query(|sql| {
+        if sql.contains("EXECUTE sg_try") || sql.contains("EXECUTE sg_timed_try") {
+            Action::SwallowAnswer
+        } else {
+            Action::Pass
+        }
+    });
+    let key = AdvisoryKey::from_text(schema.name());
+    std::thread::scope(|scope| {
+        let trying = scope.spawn(|| client.try_advisory_lock(&key).map(drop));
+        support::wait_until(support::LIMIT, "the try is under way", || proxy.count() > 0);
+        let start = Instant::now();
+        let report = client.close(LIMIT * 2).unwrap();
+        let took = start.elapsed();
+        assert!(took < LIMIT * 2 + Duration::from_secs(1), "it took {took:?}");
+        assert_eq!((report.released, report.pending), (1, 0), "{report:?}");
+        assert!(!report.threads_ended, "the try is not over: {report:?}");
+        assert_eq!(guard.lost_reason(), Some(syncguard::LostReason::Closed));
+        proxy.cut_all();
+        assert!(trying.join().expect("no panic").is_err());
+    });
+}
+
+/// What a first lock prepares for renewals takes its time out of the lock's own.
+#[test]
+fn a_short_wait_for_a_lock_is_short_although_an_operation_may_take_long() {
+    let schema = support::schema();
+    let manager = r2d2_postgres::PostgresConnectionManager::new(schema.config(), NoTls);
+    let pool = r2d2::Pool::builder().max_size(2).build(manager).unwrap();
+    let long = LIMIT * 60;
+    let client =
+        PgLockClient::builder().operation_timeout(long).connection_timeout(long).build(pool.clone()).unwrap();
+    let taken = (pool.get().unwrap(), pool.get().unwrap());
+    let (took, result) = timed(|| client.lock_with("k", &LockOptions::new().timeout(LIMIT)).map(drop));
+    let error = result.expect_err("there is no connection");
+    assert!(took < LIMIT + Duration::from_secs(1), "it took {took:?}: {}", chain(&error));
+    assert_eq!(error.code(), ErrorCode::RateLimited, "{}", chain(&error));
+    // Nor does it hold up those who have more time, nor outlast a token.
+    let token = syncguard::CancelToken::new();
+    std::thread::scope(|scope| {
+        let patient = scope.spawn(|| client.lock_with("k", &LockOptions::new().timeout(long)).map(drop));
+        let cancelled = scope.spawn(|| client.cancellable(&token).try_lock("k").map(drop));
+        std::thread::sleep(LIMIT / 2);
+        token.cancel();
+        let (took, result) = timed(|| cancelled.join().expect("no panic"));
+        assert_eq!(result.expect_err("its token has fired").code(), ErrorCode::Aborted);
+        assert!(took < Duration::from_secs(1), "its token ended it after {took:?}");
+        drop(taken);
+        patient.join().expect("no panic").expect("there are connections now");
+    });
 }
 
 #[test]

@@ -6,7 +6,9 @@ use std::time::{Duration, Instant};
 
 use postgres::NoTls;
 use rustix::process::{WaitOptions, nice, waitpid};
-use syncguard::{AdvisoryKey, LockOptions, PgLockClient, ReleaseResult};
+use syncguard::{
+    AdvisoryGuard, AdvisoryKey, LockOptions, Lookup, PgLockClient, ReleaseResult, TelemetryOptions,
+};
 
 use crate::support::worker::{self, Parent};
 use crate::support::{self, LIMIT, Worker, wait_until};
@@ -40,7 +42,12 @@ fn refused<T>(what: &str, result: syncguard::Result<T>) -> Result<(), String> {
 }
 
 /// All that a child may try with what it has got from its parent.
-fn misuse(client: PgLockClient, guards: Vec<syncguard::LockGuard>, id: &str) -> Result<(), String> {
+fn misuse(
+    client: PgLockClient,
+    guards: Vec<syncguard::LockGuard>,
+    advisory: Option<AdvisoryGuard>,
+    id: &str,
+) -> Result<(), String> {
     let start = Instant::now();
     refused("acquire", client.acquire("child", TTL))?;
     refused("lock", client.lock("child"))?;
@@ -48,6 +55,13 @@ fn misuse(client: PgLockClient, guards: Vec<syncguard::LockGuard>, id: &str) -> 
     refused("is_locked", client.is_locked("child"))?;
     refused("release", client.release(id))?;
     refused("extend", client.extend(id, TTL))?;
+    refused("with_lock", client.with_lock("child", &LockOptions::new(), |_| ()))?;
+    refused("lookup", client.lookup(Lookup::Key("child")))?;
+    refused("owns", client.owns(id))?;
+    refused("setup_schema", client.setup_schema())?;
+    refused("counts", client.operator().counts())?;
+    refused("break_lock", client.operator().break_lock("child", "a child"))?;
+    refused("advisory_holders", client.advisory_holders())?;
     refused("try_advisory_lock", client.try_advisory_lock(&AdvisoryKey::from_text("child")))?;
     let mut guards = guards.into_iter();
     let (Some(first), Some(second), Some(third)) = (guards.next(), guards.next(), guards.next()) else {
@@ -60,6 +74,12 @@ fn misuse(client: PgLockClient, guards: Vec<syncguard::LockGuard>, id: &str) -> 
     }
     drop(second);
     let _ = third.leak();
+    if let Some(advisory) = advisory {
+        if advisory.is_held() {
+            return Err("the child takes itself for the holder of a session lock".into());
+        }
+        refused("advisory.release", advisory.release())?;
+    }
     let _ = client.close(Duration::from_secs(1));
     drop(client);
     let took = start.elapsed();
@@ -69,34 +89,45 @@ fn misuse(client: PgLockClient, guards: Vec<syncguard::LockGuard>, id: &str) -> 
 fn forker(parent: &Parent) {
     let url = parent.arg("url");
     let options = LockOptions::new().ttl(TTL);
-    let own = PgLockClient::connect(&url).expect("the server is there");
+    // What runs beside a client at the fork: its threads, one that reports, one that listens for a waiter.
+    let reported = PgLockClient::builder().telemetry(TelemetryOptions::new(|_| ()));
+    let own = reported.connect(&url).expect("the server is there");
     let manager = r2d2_postgres::PostgresConnectionManager::new(url.parse().expect("a URL"), NoTls);
-    let pool = r2d2::Pool::builder().max_size(3).build(manager).expect("the server is there");
+    let pool = r2d2::Pool::builder().max_size(6).build(manager).expect("the server is there");
     let callers = PgLockClient::builder().build(pool).expect("the server is there");
     for (what, client) in [("own pool", own), ("caller's pool", callers)] {
         let lock = |n: usize| client.lock_with(&format!("{what}:{n}"), &options).expect("free");
         let (child, kept) = ((0..3).map(lock).collect::<Vec<_>>(), lock(3));
-        let advisory = client.try_advisory_lock(&AdvisoryKey::from_text(what)).expect("the server answers");
+        let key = |n: u8| AdvisoryKey::from_text(&format!("{what}:{n}"));
+        let advisory = client.try_advisory_lock(&key(0)).expect("the server answers");
+        let for_child = client.try_advisory_lock(&key(1)).expect("the server answers");
+        let waiter = {
+            let (client, key) = (client.clone(), format!("{what}:3"));
+            std::thread::spawn(move || client.lock_with(&key, &LockOptions::new().timeout(LIMIT)).is_ok())
+        };
+        // Long enough that it is listened for it, where that is done.
+        std::thread::sleep(Duration::from_millis(200));
         let before: Vec<_> = child.iter().map(syncguard::LockGuard::expires_at_ms).collect();
         let id = kept.lock_id().to_owned();
         // The child's copies, and the parent's own, which live on.
         let (copy, copies) = (client.clone(), child);
-        let mut moved = Some((copy, copies));
+        let mut moved = Some((copy, copies, for_child));
         let start = Instant::now();
         in_a_fork(parent, what, || {
-            let (client, guards) = moved.take().expect("here once");
-            misuse(client, guards, &id)
+            let (client, guards, advisory) = moved.take().expect("here once");
+            misuse(client, guards, advisory, &id)
         });
-        let (copy, guards) = moved.take().expect("this is the parent");
+        let (copy, guards, second) = moved.take().expect("this is the parent");
         let renewed =
             || guards.iter().zip(&before).all(|(guard, before)| guard.expires_at_ms() > *before + 500);
         wait_until(LIMIT, "the parent's are renewed", || start.elapsed() > TTL * 3 / 2 && renewed());
         let held = guards.iter().chain([&kept]).all(syncguard::LockGuard::is_held);
-        let session = advisory.as_ref().is_some_and(syncguard::AdvisoryGuard::is_held);
+        let session = [&advisory, &second].iter().all(|one| one.as_ref().is_some_and(AdvisoryGuard::is_held));
         let released: Vec<_> = guards.into_iter().chain([kept]).map(|guard| guard.release().ok()).collect();
         let all = released.iter().all(|one| *one == Some(ReleaseResult::Released));
-        parent.say(&format!("{what}, parent: {held} {session} {all}"));
-        drop((copy, advisory));
+        let waited = waiter.join().expect("no panic");
+        parent.say(&format!("{what}, parent: {held} {session} {all} {waited}"));
+        drop((copy, advisory, second));
     }
 }
 
@@ -117,9 +148,9 @@ fn a_child_leaves_its_parents_connections_and_leases_alone() {
     );
     for line in [
         "own pool: ",
-        "own pool, parent: true true true",
+        "own pool, parent: true true true true",
         "caller's pool: ",
-        "caller's pool, parent: true true true",
+        "caller's pool, parent: true true true true",
     ] {
         forker.expect(line);
     }

@@ -18,7 +18,9 @@ mod clock;
 #[cfg(feature = "sabotage")]
 mod controls;
 mod disk;
+mod ends;
 mod fork;
+mod headings;
 mod history;
 mod holder;
 mod late;

@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use syncguard::contract::Harness;
-use syncguard::{LockBackend, LockOptions, PgLockClient};
+use syncguard::{ExtendResult, LockBackend, LockOptions, PgLockClient, ReleaseResult};
 
 use crate::support::bouncer::Bouncer;
-use crate::support::{self, LIMIT, TestSchema, together, wait_until};
+use crate::support::{self, LIMIT, Proxy, TestSchema, together, wait_until};
 
 fn client(bouncer: &Bouncer, schema: &TestSchema) -> PgLockClient {
     PgLockClient::builder().schema(schema.name()).connect(&bouncer.url()).unwrap()
@@ -91,4 +91,35 @@ fn guards_exclude_each_other_and_are_renewed_through_a_transaction_pooler() {
     let first = guard.expires_at_ms();
     wait_until(LIMIT, "it is renewed beyond its first ttl", || guard.expires_at_ms() > first + 1000);
     assert!(guard.is_held());
+}
+
+/// Calls that are made so often that a session of our own would have the driver prepare them: here no
+/// session is one of our own, and each transaction may meet another.
+#[test]
+fn what_is_called_often_is_not_prepared_by_the_driver_behind_a_transaction_pooler() {
+    const TTL: Duration = Duration::from_secs(30);
+    for ignored in ["extra_float_digits,options", "extra_float_digits"] {
+        let bouncer = Bouncer::start(&[("ignore_startup_parameters", ignored), ("default_pool_size", "2")]);
+        let schema = support::schema();
+        let proxy = Proxy::start(bouncer.port());
+        let url = format!("user=postgres dbname=postgres host=127.0.0.1 port={}", proxy.port());
+        let clients: Vec<_> = (0..3)
+            .map(|_| PgLockClient::builder().schema(schema.name()).max_connections(1).connect(&url).unwrap())
+            .collect();
+        // Three connections of three clients take turns on two sessions.
+        together(3, |n| {
+            let (client, key) = (&clients[n], format!("k{n}"));
+            for round in 1..=40 {
+                let grant = client.acquire(&key, TTL).unwrap().acquired().expect("the key is free");
+                assert_eq!(grant.fence.get(), round);
+                assert!(client.acquire(&key, TTL).unwrap().acquired().is_none());
+                assert!(client.is_locked(&key).unwrap() && client.owns(&grant.lock_id).unwrap());
+                assert!(matches!(client.extend(&grant.lock_id, TTL).unwrap(), ExtendResult::Extended { .. }));
+                assert_eq!(client.release(&grant.lock_id).unwrap(), ReleaseResult::Released);
+                assert!(!client.is_locked(&key).unwrap());
+            }
+        });
+        assert_eq!(proxy.bound(), 0, "{ignored}");
+        assert!(proxy.queries() > 3 * 40 * 7, "all of it went this way");
+    }
 }

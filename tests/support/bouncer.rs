@@ -58,6 +58,10 @@ impl Bouncer {
         Self { process, dir, port }
     }
 
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
     /// The search path cannot be chosen through a pooler: the builder's `schema` is.
     pub fn url(&self) -> String {
         format!("user=postgres dbname=postgres host=127.0.0.1 port={}", self.port)

@@ -97,6 +97,7 @@ struct State {
     last_answer: usize,
     zombies_over: u64,
     bound: u64,
+    queries: u64,
 }
 
 /// What is to be done with the answer that is under way.
@@ -128,11 +129,16 @@ impl Proxy {
             last_answer: 0,
             zombies_over: 0,
             bound: 0,
+            queries: 0,
         };
         let inner = Arc::new(Inner { server, state: Mutex::new(state), changed: Condvar::new() });
         let there = Arc::clone(&inner);
         thread::spawn(move || accept(&listener, &there));
         Self { port, inner }
+    }
+
+    pub fn port(&self) -> u16 {
+        self.port
     }
 
     /// A URL of the server, led through here.
@@ -196,6 +202,11 @@ impl Proxy {
         self.inner.state().counts.clone()
     }
 
+    /// How many queries have come.
+    pub fn queries(&self) -> u64 {
+        self.inner.state().queries
+    }
+
     /// How many calls came by Bind.
     pub fn bound(&self) -> u64 {
         self.inner.state().bound
@@ -243,6 +254,7 @@ impl Inner {
 
     fn decide(&self, sql: &str) -> Action {
         let mut state = self.state();
+        state.queries += 1;
         state.bound += u64::from(sql.ends_with(BOUND));
         let action = state.rule.as_mut().map_or(Action::Pass, |rule| rule(sql));
         if action != Action::Pass {

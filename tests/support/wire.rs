@@ -34,6 +34,7 @@ impl Wire {
         thread::spawn(move || {
             for client in listener.incoming().map_while(Result::ok) {
                 let Ok(server) = TcpStream::connect(("127.0.0.1", port)) else { continue };
+                let _ = (client.set_nodelay(true), server.set_nodelay(true));
                 let (Ok(client2), Ok(server2), Ok(kept)) =
                     (client.try_clone(), server.try_clone(), server.try_clone())
                 else {
