@@ -289,6 +289,50 @@ fn tables_that_are_made_anew_are_found_by_statements_that_the_driver_prepared() 
     assert_eq!(place.client.release(&grant.lock_id).unwrap(), ReleaseResult::Released);
 }
 
+/// Has each connection of a pool show times in its own way, as programs do for their users.
+#[derive(Debug, Default)]
+struct Zones(AtomicUsize);
+
+impl r2d2::CustomizeConnection<Client, postgres::Error> for Zones {
+    fn on_acquire(&self, connection: &mut Client) -> Result<(), postgres::Error> {
+        let zones = ["UTC", "Asia/Tokyo", "America/New_York"];
+        let styles = ["ISO", "German", "SQL, DMY"];
+        let n = self.0.fetch_add(1, Ordering::SeqCst) % zones.len();
+        connection.batch_execute(&format!("SET TIME ZONE '{}'; SET DateStyle TO {}", zones[n], styles[n]))
+    }
+}
+
+#[test]
+fn the_server_process_of_a_lost_answer_is_ended_whatever_way_its_session_shows_times() {
+    let (place, name) = (place(), unique());
+    let proxy = Proxy::start(support::server().port());
+    let mut config: postgres::Config = proxy.url(&place.schema.url()).parse().unwrap();
+    config.application_name(&name);
+    let pool = r2d2::Pool::builder()
+        .max_size(3)
+        .min_idle(Some(0))
+        .test_on_check_out(false)
+        .connection_customizer(Box::new(Zones::default()))
+        .build(r2d2_postgres::PostgresConnectionManager::new(config, NoTls))
+        .unwrap();
+    let client = PgLockClient::builder().operation_timeout(CALL).build(pool).unwrap();
+    let key = place.key("a");
+    let mut stranger =
+        transaction(&place, &format!("SELECT pg_advisory_xact_lock(pg_catalog.hashtext('{key}'))"));
+    let call = {
+        let (client, key) = (client.clone(), key.clone());
+        Call::start(&name, move || client.acquire(&key, TTL))
+    };
+    wait_until(LIMIT, "the acquire waits", || waiting(&place, &name).len() == 1);
+    let first = waiting(&place, &name)[0];
+    proxy.cut_all();
+    wait_until(LIMIT, "the second try waits", || waiting(&place, &name).iter().any(|pid| *pid != first));
+    assert!(!waiting(&place, &name).contains(&first), "the first one still waits and would come late");
+    stranger.batch_execute("ROLLBACK").unwrap();
+    let grant = call.join().unwrap().acquired().expect("the key is free");
+    assert_eq!(client.release(&grant.lock_id).unwrap(), ReleaseResult::Released);
+}
+
 /// The message may have been carried out at the first try, whatever the last one says.
 #[test]
 fn a_change_whose_answer_is_lost_is_an_unknown_outcome_everywhere() {

@@ -136,12 +136,9 @@ impl AdvisoryGuard {
 
     fn dispose(&self) {
         if self.hold.is_foreign() {
-            // The parent's socket: neither used nor closed here.
-            if self.hold.release()
-                && let Taken::Connection(connection) = self.hold.take(Duration::ZERO)
-            {
-                connection.abandon();
-            }
+            // The parent's socket is neither used nor closed here: the hold is kept for good, with it. Nor
+            // is a mutex touched, which a thread of the parent may have had at the fork.
+            std::mem::forget(Arc::clone(&self.hold));
             return;
         }
         if !self.hold.release() {

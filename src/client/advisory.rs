@@ -58,6 +58,7 @@ impl PgLockClient {
         key: &AdvisoryKey,
         options: &AdvisoryOptions,
     ) -> Result<Option<AdvisoryGuard>> {
+        self.locks.check_process()?;
         let merged = self.locks.cancellable(options.token());
         self.sessions.try_lock(*key, options, &merged.token.token)
     }
@@ -95,6 +96,7 @@ impl PgLockClient {
     ///
     /// By the client's token and that of the options: a sleeping waiter wakes at once.
     pub fn advisory_lock_with(&self, key: &AdvisoryKey, options: &AdvisoryOptions) -> Result<AdvisoryGuard> {
+        self.locks.check_process()?;
         let merged = self.locks.cancellable(options.token());
         self.sessions.lock(*key, options, &merged.token.token)
     }

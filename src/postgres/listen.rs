@@ -108,7 +108,14 @@ impl<'a> Listener<'a> {
     /// The numbers that were called within so much time, from the first call on at once.
     pub(crate) fn listen(&mut self, limit: Duration) -> Result<HashSet<i32>, Fault> {
         let connection = self.connection.as_mut().ok_or_else(gone)?;
-        if let Some(link) = connection.link() {
+        let link = connection.link().cloned();
+        let cut = link.clone();
+        let _watch = self.line.over.subscribe(move || {
+            if let Some(link) = cut {
+                link.kill();
+            }
+        });
+        if let Some(link) = link {
             // The deadline of the last call is over long since, and this is not a call.
             link.unlimited();
         }

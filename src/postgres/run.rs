@@ -8,7 +8,7 @@ use crate::error::{LockError, Result};
 use crate::model::lock_id::LockId;
 use crate::postgres::error::Trouble;
 use crate::postgres::session::Session;
-use crate::postgres::statement::{Backend, Message, push_quoted};
+use crate::postgres::statement::{Backend, Message, began, push_quoted};
 use crate::postgres::{Fault, Located, MAX_REPLACEMENTS, PostgresBackend};
 
 impl PostgresBackend {
@@ -174,17 +174,18 @@ impl PostgresBackend {
 /// names the lease, if it is the whole text, or if it was cut where the server cuts and our text
 /// begins with it. Behind a pooler that has given the process to somebody else it is none of these.
 fn end_query(process: &Backend, lock_id: &str) -> Option<String> {
-    let (mut started, mut id, mut text) = (String::new(), String::new(), String::new());
-    push_quoted(&process.started, &mut started).ok()?;
+    let (mut id, mut text) = (String::new(), String::new());
     push_quoted(lock_id, &mut id).ok()?;
     push_quoted(process.called.as_deref().unwrap_or_default(), &mut text).ok()?;
     // A cut text may be a few bytes shorter, so that no character is cut in two.
     Some(format!(
         "SELECT pg_catalog.pg_terminate_backend(a.pid) FROM pg_catalog.pg_stat_activity AS a \
-         WHERE a.pid = {} AND a.backend_start::pg_catalog.text = {started} \
+         WHERE a.pid = {} AND {} = '{}'::pg_catalog.int8 \
          AND (a.state = 'idle' OR pg_catalog.strpos(a.query, {id}) > 0 OR (a.query <> '' AND (a.query = {text} OR \
            (pg_catalog.octet_length(a.query) >= pg_catalog.pg_size_bytes(\
               pg_catalog.current_setting('track_activity_query_size')) - 8 AND pg_catalog.starts_with({text}, a.query)))))",
-        process.pid
+        process.pid,
+        began("a.backend_start"),
+        process.began
     ))
 }

@@ -19,7 +19,7 @@ use crate::error::{ErrorCode, LockError, Result};
 use crate::postgres::connect::{guard_runtime, rest};
 use crate::postgres::error::{Trouble, call_error, is_unprepared};
 use crate::postgres::link::Link;
-use crate::postgres::row::{Answers, int, malformed, required, text};
+use crate::postgres::row::{Answers, int, malformed, required};
 use crate::postgres::source::Connection;
 use crate::postgres::sql::PLAIN_NAMES;
 use crate::postgres::statement::{Arg, Backend, Handle, LOCKS_FIRST, Memo, Message, SessionTimer, Statement};
@@ -95,7 +95,7 @@ impl<'a> Session<'a> {
         let backend = match answers.row(0)? {
             Some(row) => Some(Arc::new(Backend {
                 pid: i32::try_from(required(int(row, 0)?)?).map_err(|_| malformed())?,
-                started: required(text(row, 1)?)?.to_owned(),
+                began: required(int(row, 1)?)?,
                 called: None,
             })),
             None => None,

@@ -293,10 +293,17 @@ pub(crate) fn settled_options(limit_ms: u64) -> String {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Backend {
     pub(crate) pid: i32,
-    pub(crate) started: String,
+    /// See [`began`].
+    pub(crate) began: i64,
     /// The text of the message that failed last. The server shows as much of it as fits; where the
     /// driver prepared the statement, that is the statement's text, without the values.
     pub(crate) called: Option<String>,
+}
+
+/// The SQL for when a server process began, in microseconds. Text would depend on the session that asks:
+/// on its time zone, and on how it shows times.
+pub(crate) fn began(column: &str) -> String {
+    format!("(EXTRACT(EPOCH FROM {column}) OPERATOR(pg_catalog.*) 1000000)::pg_catalog.int8")
 }
 
 impl Memo {
@@ -316,10 +323,11 @@ impl Memo {
         for statement in missing {
             message = message.raw(statement.prepare());
         }
-        message.raw(
-            "SELECT pid, backend_start, pg_catalog.current_setting('syncguard.settled_ms', true) \
+        message.raw(format!(
+            "SELECT pid, {}, pg_catalog.current_setting('syncguard.settled_ms', true) \
              FROM pg_catalog.pg_stat_get_activity(pg_catalog.pg_backend_pid())",
-        )
+            began("backend_start")
+        ))
     }
 
     pub(crate) fn remember(&mut self, prepared: &[&Statement], backend: Option<Arc<Backend>>) {
@@ -397,7 +405,7 @@ mod tests {
         let mut memo = Memo::default();
         memo.remember(&[&statement], None);
         assert!(memo.missing(&[&statement]).is_empty());
-        let backend = Backend { pid: 1, started: "then".into(), called: None };
+        let backend = Backend { pid: 1, began: 1, called: None };
         (memo.settled_ms, memo.backend) = (Some(5_000), Some(Arc::new(backend)));
         memo.forget();
         assert_eq!(memo.missing(&[&statement]).len(), 1);

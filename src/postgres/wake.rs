@@ -22,8 +22,8 @@
 //!    server processes: behind a pooler that shares sessions, both would stay with a stranger. Then
 //!    the one must hear the other's call. Where that fails there is only looking.
 //! 6. The thread opens, registers and listens; it alone uses the connection. It ends when nobody has
-//!    watched for [`IDLE`], or with the client: it looks after each [`SLICE`], and where the server owes
-//!    it an answer the token that says so cuts the connection.
+//!    watched for [`IDLE`], or with the client: the token that says so cuts the connection, whatever
+//!    the server does. (A Unix socket cannot be cut: there it looks after each [`SLICE`].)
 //! 7. No mutex is held while the server is asked or a watcher is called.
 
 use std::collections::{HashMap, HashSet};
