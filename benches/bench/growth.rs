@@ -6,8 +6,8 @@ use postgres::{Client, NoTls};
 use syncguard::{PgLockClient, Renewal};
 
 use crate::pairs::{Pair, time};
-use crate::report::Goal::{AtMost, None as NoGoal};
-use crate::{Stage, TTL};
+use crate::report::Goal::{self, AtMost, None as NoGoal};
+use crate::{Stage, TTL, cpu};
 
 pub(crate) fn run(stage: &Stage) {
     large(stage);
@@ -28,14 +28,23 @@ pub(crate) fn run(stage: &Stage) {
 fn large(stage: &Stage) {
     let (counters, locks) = if stage.quick { (200_000, 10_000) } else { (10_000_000, 100_000) };
     let (small, big) = (stage.server.schema(), stage.server.schema());
-    let [on_small, on_big] =
-        [&small, &big].map(|schema| PgLockClient::connect(&schema.socket_url()).unwrap());
-    let cycle = |client: &PgLockClient, i: usize| {
-        let grant = client.acquire(&format!("k{i}"), TTL).unwrap().acquired().unwrap();
-        client.release(&grant.lock_id).unwrap();
+    let clients = || [&small, &big].map(|schema| PgLockClient::connect(&schema.socket_url()).unwrap());
+    // How long the acquires took, and all of it.
+    let cycle = |client: &PgLockClient, n: usize| {
+        let mut acquires = Duration::ZERO;
+        let whole = time(|| {
+            for i in 0..n {
+                let mut grant = None;
+                acquires += time(|| grant = client.acquire(&format!("k{i}"), TTL).unwrap().acquired());
+                client.release(&grant.unwrap().lock_id).unwrap();
+            }
+        });
+        (acquires, whole)
     };
-    cycle(&on_small, 0);
-    cycle(&on_big, 0);
+    // Makes the tables.
+    for client in clients() {
+        cycle(&client, 1);
+    }
     eprintln!("bench: {counters} counters");
     let mut direct = Client::connect(&big.socket_url(), NoTls).unwrap();
     direct
@@ -57,13 +66,18 @@ fn large(stage: &Stage) {
     let note = "with its index; a key of 64 characters, which is not noted beside it";
     let bytes = size(&mut direct, "syncguard_fence_counters") / f64::from(counters);
     // Keys that have been used and keys that have not, on both sides alike.
-    let pair = Pair::run(
-        stage.blocks,
-        || time(|| (0..100).for_each(|i| cycle(&on_small, i))),
-        || time(|| (0..100).for_each(|i| cycle(&on_big, i))),
-    );
-    let figure = format!("acquire + release with {counters} counters and {locks} locks / empty tables");
-    stage.report.row(&figure, pair.cost(), AtMost(1.2), &pair.note(100, ["empty", "full"]));
+    let measured = |figure: &str, goal: Goal, part: fn((Duration, Duration)) -> Duration| {
+        let [on_small, on_big] = clients();
+        let pair = Pair::run(stage.blocks, || part(cycle(&on_small, 100)), || part(cycle(&on_big, 100)));
+        stage.report.row(figure, pair.cost(), goal, &pair.note(100, ["empty", "full"]));
+    };
+    let figure = format!("acquire with {counters} counters and {locks} locks / empty tables");
+    cpu::on_one(stage.server.pid().unwrap(), || {
+        measured(&format!("{figure}, one processor"), AtMost(1.2), |(acquires, _)| acquires);
+        measured("… acquire + release, one processor", NoGoal, |(_, whole)| whole);
+    });
+    measured(&figure, NoGoal, |(acquires, _)| acquires);
+    measured("… acquire + release", NoGoal, |(_, whole)| whole);
     stage.report.count("bytes on disk per counter", bytes.round(), NoGoal, note);
 }
 
