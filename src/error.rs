@@ -195,6 +195,11 @@ impl LockError {
         Self::new(ErrorCode::Aborted).with_message("Operation aborted by signal")
     }
 
+    /// The client is closed.
+    pub(crate) fn closed() -> Self {
+        Self::new(ErrorCode::Aborted).with_message("the client is closed: make a new one to lock again")
+    }
+
     /// Refuses what another process made: this one is its fork.
     pub(crate) fn check_process(made_in: u32) -> Result<()> {
         if made_in == std::process::id() {

@@ -96,7 +96,7 @@ impl Crew {
     }
 
     pub(super) fn check_open(&self) -> Result<()> {
-        if self.board().stage == Stage::Closed { Err(closed()) } else { Ok(()) }
+        if self.board().stage == Stage::Closed { Err(LockError::closed()) } else { Ok(()) }
     }
 
     /// A number for a new hold.
@@ -110,7 +110,7 @@ impl Crew {
     pub(super) fn enlist(self: &Arc<Self>, hold: &Arc<Held>) -> Result<()> {
         let mut board = self.board();
         if board.stage == Stage::Closed {
-            return Err(closed());
+            return Err(LockError::closed());
         }
         if !board.monitor_runs {
             self.spawn("syncguard-monitor", monitor::run)?;
@@ -258,10 +258,6 @@ impl Drop for Visit<'_> {
             self.0.progress.notify_all();
         }
     }
-}
-
-fn closed() -> LockError {
-    LockError::new(ErrorCode::Aborted).with_message("the client is closed: make a new one to lock again")
 }
 
 /// Runs something on a background thread, which must survive its panic.

@@ -6,7 +6,9 @@ use crate::advisory::key::AdvisoryKey;
 use crate::advisory::sql::pid;
 use crate::cancel::CancelToken;
 use crate::error::Result;
-use crate::postgres::{Fault, Message, PostgresBackend, Row, Trouble, int, malformed, required, text};
+use crate::postgres::{
+    Fault, Message, PostgresBackend, Row, Trouble, int, malformed, required, text, without_right,
+};
 
 /// Advisory locks of this database, of every kind and of every program.
 const HERE: &str = "l.locktype = 'advisory' AND l.database = \
@@ -82,11 +84,8 @@ pub(super) fn terminate(backend: &Arc<PostgresBackend>, process: i32, cancel: &C
         let told = answers.row(0)?.map(|row| text(row, 0).map(|told| told == Some("t"))).transpose()?;
         Ok(told.unwrap_or(false))
     });
-    found.map_err(Fault::into_error).map_err(|error| match error.sqlstate() {
-        Some("42501") => error.with_message(
-            "the role may not end that session: use the session's own role or a member of pg_signal_backend, and a superuser for a superuser's (SQLSTATE 42501)",
-        ),
-        _ => error,
+    found.map_err(Fault::into_error).map_err(|error| {
+        without_right(error, "the role may not end that session: use the session's own role or a member of pg_signal_backend, and a superuser for a superuser's (SQLSTATE 42501)")
     })
 }
 

@@ -56,11 +56,8 @@ macro_rules! forward {
             fn renew(&self, leases: &[Renewal<'_>], deadline: Moment) -> Vec<Result<RenewOutcome>> {
                 (**self).renew(leases, deadline)
             }
-            fn reserve_renewals(&self) -> Result<()> {
-                (**self).reserve_renewals()
-            }
-            fn reserve_renewals_by(&self, deadline: Moment, cancel: &CancelToken) -> Result<()> {
-                (**self).reserve_renewals_by(deadline, cancel)
+            fn reserve_renewals(&self, deadline: Moment, cancel: &CancelToken) -> Result<()> {
+                (**self).reserve_renewals(deadline, cancel)
             }
             fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoDebug>> {
                 (**self).lookup_raw(what, cancel)

@@ -191,17 +191,11 @@ pub trait LockBackend: Send + Sync {
     }
 
     /// Prepares for guards that are renewed; called once before the first of them. A backend that
-    /// cannot keep a resource free for renewals refuses here.
-    fn reserve_renewals(&self) -> Result<()> {
-        Ok(())
-    }
-
-    /// [`reserve_renewals`](LockBackend::reserve_renewals) with a deadline of its own, for the caller who
-    /// happens to be the first and has no more time than that.
-    fn reserve_renewals_by(&self, deadline: Moment, cancel: &CancelToken) -> Result<()> {
+    /// cannot keep a resource free for renewals refuses here. Deadline and token are those of the caller
+    /// who happens to be the first.
+    fn reserve_renewals(&self, deadline: Moment, cancel: &CancelToken) -> Result<()> {
         cancel.check()?;
-        in_time(self, deadline)?;
-        self.reserve_renewals()
+        in_time(self, deadline)
     }
 
     /// [`lookup`](LockBackend::lookup) with the raw key and id, for the `*_raw` helpers alone.

@@ -57,11 +57,8 @@ impl LockBackend for PgLockClient {
     fn renew(&self, leases: &[Renewal<'_>], deadline: Moment) -> Vec<Result<RenewOutcome>> {
         self.locks.backend().renew(leases, deadline)
     }
-    fn reserve_renewals(&self) -> Result<()> {
-        self.locks.backend().reserve_renewals()
-    }
-    fn reserve_renewals_by(&self, deadline: Moment, cancel: &CancelToken) -> Result<()> {
-        self.locks.backend().reserve_renewals_by(deadline, cancel)
+    fn reserve_renewals(&self, deadline: Moment, cancel: &CancelToken) -> Result<()> {
+        self.locks.backend().reserve_renewals(deadline, cancel)
     }
     fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoDebug>> {
         self.locks.backend().lookup_raw(what, cancel)

@@ -79,8 +79,8 @@ pub(super) fn an_empty_batch_is_nothing(bench: &Bench<'_>) {
 
 pub(super) fn guards_calls_answer_like_the_plain_operations(bench: &Bench<'_>) {
     let never = CancelToken::never();
-    bench.backend.reserve_renewals().unwrap();
-    bench.backend.reserve_renewals().unwrap();
+    bench.backend.reserve_renewals(bench.deadline(), &never).unwrap();
+    bench.backend.reserve_renewals(bench.deadline(), &never).unwrap();
     assert!(!bench.backend.operation_timeout().is_zero());
     let (key, grant) = bench.held();
     let deadline = bench.deadline();

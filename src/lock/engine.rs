@@ -119,8 +119,7 @@ impl Engine {
 
     pub(super) fn check_open(&self) -> Result<()> {
         if self.closed.load(Ordering::SeqCst) {
-            return Err(LockError::new(ErrorCode::Aborted)
-                .with_message("the client is closed: make a new one to lock again"));
+            return Err(LockError::closed());
         }
         Ok(())
     }
@@ -184,8 +183,7 @@ impl Engine {
         }
         let mut threads = guard(&self.threads);
         if threads.over {
-            return Err(LockError::new(ErrorCode::Aborted)
-                .with_message("the client is closed: make a new one to lock again"));
+            return Err(LockError::closed());
         }
         let failed = |cause| {
             LockError::new(ErrorCode::Internal)
@@ -251,7 +249,7 @@ impl Engine {
         *state = Reserved::Asking;
         drop(state);
         let mut answer = ReserveAnswer { engine: self, granted: false };
-        let result = self.backend.reserve_renewals_by(self.call_deadline(end), cancel);
+        let result = self.backend.reserve_renewals(self.call_deadline(end), cancel);
         answer.granted = result.is_ok();
         drop(answer);
         result

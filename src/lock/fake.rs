@@ -316,7 +316,7 @@ impl LockBackend for Fake {
         answers
     }
 
-    fn reserve_renewals(&self) -> Result<()> {
+    fn reserve_renewals(&self, _: Moment, _: &CancelToken) -> Result<()> {
         if *guard(&self.refuse_reserve) {
             return Err(LockError::new(ErrorCode::InvalidArgument).with_message("no"));
         }

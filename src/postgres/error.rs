@@ -101,6 +101,11 @@ fn sqlstate_of(db: &postgres::error::DbError) -> String {
     }
 }
 
+/// Says what to do where this call needs a right of its own, and not those of a holder.
+pub(crate) fn without_right(error: LockError, message: &'static str) -> LockError {
+    if error.sqlstate() == Some("42501") { error.with_message(message) } else { error }
+}
+
 /// Whether the message failed itself (22012) rather than change one thing without the other.
 pub(crate) fn is_all_or_nothing(trouble: &Trouble) -> bool {
     matches!(trouble, Trouble::Refused(error) if error.sqlstate() == Some("22012"))

@@ -57,7 +57,7 @@ use crate::model::fence::Fence;
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::model::lock_id::LockId;
 use crate::model::time::{Clock, Moment, Ttl};
-pub(crate) use error::Trouble;
+pub(crate) use error::{Trouble, without_right};
 use schema::{Survey, Tables};
 use sql::Statements;
 use statement::Backend;
@@ -173,7 +173,10 @@ impl PostgresBackend {
         let ddl = self.names.ddl(schema);
         self.run_bare(end, &never, |session| session.transaction(&Message::new().raw(&ddl)).map(drop))
             .map_err(Fault::into_error)
-            .map_err(may_not_create)?;
+            // Its grants are not those of a holder.
+            .map_err(|error| {
+                without_right(error, "something of the lock tables is missing and the role may not create it: run schema.sql as a role that may, then build the client with auto_create_tables(false) (SQLSTATE 42501)")
+            })?;
         let survey = self.survey(end, &never)?;
         self.remember(&survey)
     }
@@ -278,16 +281,6 @@ fn read_survey(session: &mut Session<'_>, names: &Names) -> Result<Survey, Troub
     })
 }
 
-/// What to do where set-up lacks a right: its grants are not those of a holder.
-fn may_not_create(error: LockError) -> LockError {
-    match error.sqlstate() {
-        Some("42501") => error.with_message(
-            "something of the lock tables is missing and the role may not create it: run schema.sql as a role that may, then build the client with auto_create_tables(false) (SQLSTATE 42501)",
-        ),
-        _ => error,
-    }
-}
-
 /// Temporary tables come before all others on the search path, and each session has its own.
 fn temporary_tables() -> LockError {
     LockError::invalid(
@@ -364,11 +357,7 @@ impl LockBackend for PostgresBackend {
         extend::renew(self, leases, self.end_by(deadline))
     }
 
-    fn reserve_renewals(&self) -> Result<()> {
-        self.reserve_renewals_by(Moment::NEVER, &CancelToken::never())
-    }
-
-    fn reserve_renewals_by(&self, deadline: Moment, cancel: &CancelToken) -> Result<()> {
+    fn reserve_renewals(&self, deadline: Moment, cancel: &CancelToken) -> Result<()> {
         if self.source.can_reserve()? {
             self.source.keep(self.source.get(self.end_by(deadline), cancel)?);
         }

@@ -91,7 +91,7 @@ impl Pool {
         let mut state = self.state();
         let found = loop {
             if state.closed {
-                break Err(closed());
+                break Err(LockError::closed());
             }
             if let Some(idle) = state.idle.pop() {
                 if idle.wire.is_closed() || idle.since.elapsed() > idle.limit() {
@@ -203,7 +203,7 @@ pub(crate) struct Lent {
 
 impl Lent {
     pub(crate) fn wire(&mut self) -> Result<&mut Wire> {
-        self.wire.as_deref_mut().ok_or_else(closed)
+        self.wire.as_deref_mut().ok_or_else(LockError::closed)
     }
 
     pub(crate) fn connector(&self) -> &Connector {
@@ -247,8 +247,4 @@ impl Drop for Lent {
             self.pool.free.notify_one();
         }
     }
-}
-
-fn closed() -> LockError {
-    LockError::new(ErrorCode::Aborted).with_message("the client is closed: make a new one to lock again")
 }

@@ -391,8 +391,7 @@ impl CallersPool {
         match &self.0 {
             Some(pool) => pool.lend(wait),
             // Only `drop` takes it out.
-            None => Err(LockError::new(ErrorCode::Aborted)
-                .with_message("the client is closed: make a new one to lock again")),
+            None => Err(LockError::closed()),
         }
     }
 

@@ -262,12 +262,8 @@ impl<B: LockBackend> LockBackend for Telemetry<B> {
         outcomes
     }
 
-    fn reserve_renewals_by(&self, deadline: Moment, cancel: &CancelToken) -> Result<()> {
-        self.inner.reserve_renewals_by(deadline, cancel)
-    }
-
-    fn reserve_renewals(&self) -> Result<()> {
-        self.inner.reserve_renewals()
+    fn reserve_renewals(&self, deadline: Moment, cancel: &CancelToken) -> Result<()> {
+        self.inner.reserve_renewals(deadline, cancel)
     }
 
     fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoDebug>> {

@@ -190,12 +190,7 @@ fn a_failed_release_returns_its_error_and_the_worker_goes_on() {
 fn a_failed_drop_is_reported_once_and_the_worker_goes_on() {
     for own in [false, true] {
         let (fake, clock) = Fake::manual();
-        let (client, client_reports) = reporting_client(&fake);
-        let (own_reports, handler) = recorder();
-        let mut options = LockOptions::new();
-        if own {
-            options = options.on_release_error(handler);
-        }
+        let (client, options, told, silent) = reporting_to(own, &fake);
         let held = client.lock_with("k", &options).unwrap();
         let id = held.lock_id().to_owned();
         fake.script("release", [Script::Fail(ErrorCode::NetworkTimeout), Script::Panic, Script::Unknown]);
@@ -204,7 +199,6 @@ fn a_failed_drop_is_reported_once_and_the_worker_goes_on() {
             clock.advance(ms(100));
             fake.row("k").is_none()
         });
-        let (told, silent) = if own { (own_reports, client_reports) } else { (client_reports, own_reports) };
         assert!(guard(&silent).is_empty());
         let told = guard(&told);
         assert_eq!(told.len(), 1);
@@ -239,13 +233,9 @@ fn a_guard_that_ends_releases_its_own_id_once_and_what_was_refused_releases_noth
 fn a_failed_release_of_the_helper_reaches_the_calls_own_handler_or_the_clients() {
     for own in [false, true] {
         let (fake, _clock) = Fake::manual();
-        let (client, client_reports) = reporting_client(&fake);
-        let (own_reports, handler) = recorder();
-        let options = LockOptions::new();
-        let options = if own { options.on_release_error(handler) } else { options };
+        let (client, options, told, silent) = reporting_to(own, &fake);
         fake.script("release", [Script::Fail(ErrorCode::ServiceUnavailable)]);
         assert_eq!(client.with_lock("k", &options, |_| 7).unwrap(), 7);
-        let (told, silent) = if own { (own_reports, client_reports) } else { (client_reports, own_reports) };
         assert!(guard(&silent).is_empty());
         assert_eq!(guard(&told).len(), 1);
         assert_eq!(guard(&told)[0].1.source, ReleaseSource::Helper);

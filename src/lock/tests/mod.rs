@@ -38,6 +38,18 @@ fn recorder() -> (Reports, impl Fn(&LockError, &ReleaseErrorContext) + Send + Sy
     })
 }
 
+/// A client, and a call's options with a handler of their own if `own`: who is told of a failed release
+/// then, and who is not.
+fn reporting_to(own: bool, fake: &Arc<Fake>) -> (LockClient, LockOptions, Reports, Reports) {
+    let (client, clients) = reporting_client(fake);
+    let (calls, handler) = recorder();
+    if own {
+        (client, LockOptions::new().on_release_error(handler), calls, clients)
+    } else {
+        (client, LockOptions::new(), clients, calls)
+    }
+}
+
 fn reporting_client(fake: &Arc<Fake>) -> (LockClient, Reports) {
     let (reports, handler) = recorder();
     let settings = ClientSettings { on_release_error: Some(Arc::new(handler)), ..ClientSettings::default() };
