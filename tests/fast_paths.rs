@@ -74,12 +74,9 @@ fn the_server_process_of_a_lost_answer_is_ended_also_where_the_driver_prepared_i
         let client = client.clone();
         Call::start(&name, move || client.extend(&id("mine"), TTL))
     };
-    wait_until(LIMIT, "the extend waits", || waiting(&place, &name).len() == 1);
+    let first = first_try(&place, &name);
     assert_eq!(cut.load(Ordering::SeqCst), 1, "it was called by the driver's prepared statement");
-    let first = waiting(&place, &name)[0];
-    proxy.cut_all();
-    wait_until(LIMIT, "the second extend waits", || waiting(&place, &name).iter().any(|pid| *pid != first));
-    assert!(!waiting(&place, &name).contains(&first), "the first one still waits and would come late");
+    assert_ended_by_the_second(&place, &proxy, &name, first);
     busy.batch_execute("ROLLBACK").unwrap();
     assert!(matches!(call.join().unwrap(), ExtendResult::Extended { .. }));
     assert_eq!(client.release(&id("mine")).unwrap(), ReleaseResult::Released);
@@ -92,17 +89,41 @@ fn the_server_process_of_a_lost_answer_is_ended_whatever_the_length_of_the_key()
     let proxy = Proxy::start(support::server().port());
     let client = through(&place, &proxy, &name);
     let key = place.key(&"long".repeat(100));
-    let mut stranger =
-        transaction(&place, &format!("SELECT pg_advisory_xact_lock(pg_catalog.hashtext('{key}'))"));
-    let call = {
-        let (client, key) = (client.clone(), key.clone());
-        Call::start(&name, move || client.acquire(&key, TTL))
-    };
-    wait_until(LIMIT, "the acquire waits", || waiting(&place, &name).len() == 1);
-    let first = waiting(&place, &name)[0];
+    assert_the_first_acquire_is_ended(&place, &proxy, &client, &name, &key);
+}
+
+/// The server process that a call waits in.
+#[track_caller]
+fn first_try(place: &Place, name: &str) -> i32 {
+    wait_until(LIMIT, "the first try waits", || waiting(place, name).len() == 1);
+    waiting(place, name)[0]
+}
+
+/// The call loses its connection and tries again, and its first message does not stay behind.
+#[track_caller]
+fn assert_ended_by_the_second(place: &Place, proxy: &Proxy, name: &str, first: i32) {
     proxy.cut_all();
-    wait_until(LIMIT, "the second try waits", || waiting(&place, &name).iter().any(|pid| *pid != first));
-    assert!(!waiting(&place, &name).contains(&first), "the first one still waits and would come late");
+    wait_until(LIMIT, "the second try waits", || waiting(place, name).iter().any(|pid| *pid != first));
+    assert!(!waiting(place, name).contains(&first), "the first one still waits and would come late");
+}
+
+/// An acquire that waits for a stranger, and whose connection is cut there.
+#[track_caller]
+fn assert_the_first_acquire_is_ended(
+    place: &Place,
+    proxy: &Proxy,
+    client: &PgLockClient,
+    name: &str,
+    key: &str,
+) {
+    let mut stranger =
+        transaction(place, &format!("SELECT pg_advisory_xact_lock(pg_catalog.hashtext('{key}'))"));
+    let call = {
+        let (client, key) = (client.clone(), key.to_owned());
+        Call::start(name, move || client.acquire(&key, TTL))
+    };
+    let first = first_try(place, name);
+    assert_ended_by_the_second(place, proxy, name, first);
     stranger.batch_execute("ROLLBACK").unwrap();
     let grant = call.join().unwrap().acquired().expect("the key is free");
     assert_eq!(client.release(&grant.lock_id).unwrap(), ReleaseResult::Released);
@@ -316,21 +337,7 @@ fn the_server_process_of_a_lost_answer_is_ended_whatever_way_its_session_shows_t
         .build(r2d2_postgres::PostgresConnectionManager::new(config, NoTls))
         .unwrap();
     let client = PgLockClient::builder().operation_timeout(CALL).build(pool).unwrap();
-    let key = place.key("a");
-    let mut stranger =
-        transaction(&place, &format!("SELECT pg_advisory_xact_lock(pg_catalog.hashtext('{key}'))"));
-    let call = {
-        let (client, key) = (client.clone(), key.clone());
-        Call::start(&name, move || client.acquire(&key, TTL))
-    };
-    wait_until(LIMIT, "the acquire waits", || waiting(&place, &name).len() == 1);
-    let first = waiting(&place, &name)[0];
-    proxy.cut_all();
-    wait_until(LIMIT, "the second try waits", || waiting(&place, &name).iter().any(|pid| *pid != first));
-    assert!(!waiting(&place, &name).contains(&first), "the first one still waits and would come late");
-    stranger.batch_execute("ROLLBACK").unwrap();
-    let grant = call.join().unwrap().acquired().expect("the key is free");
-    assert_eq!(client.release(&grant.lock_id).unwrap(), ReleaseResult::Released);
+    assert_the_first_acquire_is_ended(&place, &proxy, &client, &name, &place.key("a"));
 }
 
 /// The message may have been carried out at the first try, whatever the last one says.

@@ -74,28 +74,27 @@ fn threaded(stage: &Stage, url: &str, threads: usize, way: &str, goal: Goal) {
 
 /// The other floor: both of its commits wait for the disk.
 fn durable(stage: &Stage, url: &str) {
-    let client = PgLockClient::connect(url).unwrap();
     let mut floor = Floor::new(url);
-    let pair = Pair::run(
-        stage.blocks,
-        || time(|| (0..100).for_each(|i| floor.durable_cycle(&format!("d{i}")))),
-        || time(|| (0..100).for_each(|i| cycle(&client, &format!("d{i}")))),
-    );
     let figure = "the same against two durable commits";
-    stage.report.row(figure, pair.speed(), Goal::None, &pair.note(100, ["floor", "ours"]));
+    beside(stage, url, figure, ("floor", 100), |key| floor.durable_cycle(key));
 }
 
 /// What one message saves against thirteen.
 fn steps(stage: &Stage, url: &str, way: &str) {
-    let client = PgLockClient::connect(url).unwrap();
     let mut stepwise = Stepwise::new(url);
+    let figure = format!("acquire + release / the same statement by statement (8 + 5), {way}");
+    beside(stage, url, &figure, ("by statement", 40), |key| stepwise.cycle(key));
+}
+
+/// One thread's cycles beside as many of another kind.
+fn beside(stage: &Stage, url: &str, figure: &str, (name, n): (&str, usize), mut other: impl FnMut(&str)) {
+    let client = PgLockClient::connect(url).unwrap();
     let pair = Pair::run(
         stage.blocks,
-        || time(|| (0..40).for_each(|i| stepwise.cycle(&format!("s{i}")))),
-        || time(|| (0..40).for_each(|i| cycle(&client, &format!("s{i}")))),
+        || time(|| (0..n).for_each(|i| other(&format!("b{i}")))),
+        || time(|| (0..n).for_each(|i| cycle(&client, &format!("b{i}")))),
     );
-    let figure = format!("acquire + release / the same statement by statement (8 + 5), {way}");
-    stage.report.row(&figure, pair.speed(), Goal::None, &pair.note(40, ["by statement", "ours"]));
+    stage.report.row(figure, pair.speed(), Goal::None, &pair.note(n, [name, "ours"]));
 }
 
 fn processor(stage: &Stage, url: &str) {

@@ -3,6 +3,7 @@
 
 use super::*;
 use crate::support::cluster::signal;
+use crate::support::standby::signal_waits_for_a_standby;
 use crate::support::{Config, Server, Stop};
 
 /// A server on which nothing but a commit that waits for it writes the log: the processes that would do so
@@ -147,15 +148,8 @@ fn a_cancelled_wait_for_a_standby_is_no_confirmation_of_what_the_driver_calls() 
     settle(&client, &place.key("spare"));
     server.configure("synchronous_standby_names", "nobody");
     let (bound, mut sql) = (proxy.bound(), server.client());
-    let result = std::thread::scope(|scope| {
-        let acquire = scope.spawn(|| client.acquire(&place.key("a"), TTL));
-        while !acquire.is_finished() {
-            let all = "SELECT pg_cancel_backend(pid) FROM pg_stat_activity WHERE wait_event = 'SyncRep'";
-            let _ = sql.batch_execute(all);
-            std::thread::sleep(Duration::from_millis(20));
-        }
-        acquire.join().expect("no panic")
-    });
+    let result =
+        signal_waits_for_a_standby(&mut sql, "pg_cancel_backend", || client.acquire(&place.key("a"), TTL));
     // Before anything can fail: the schema is dropped then, and that would wait as well.
     server.configure("synchronous_standby_names", "");
     assert_eq!(proxy.bound() - bound, 1, "it was called by the driver's own statement");

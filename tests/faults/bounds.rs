@@ -9,7 +9,8 @@ use syncguard::{
     PgLockClientBuilder, ReleaseResult,
 };
 
-use crate::support::{self, Action, Config, Network, Proxy, Server};
+use crate::support::standby::signal_waits_for_a_standby;
+use crate::support::{self, Action, Config, Network, Proxy, Server, TestSchema};
 
 const LIMIT: Duration = Duration::from_millis(500);
 const TTL: Duration = Duration::from_secs(30);
@@ -228,11 +229,16 @@ fn a_pool_whose_connections_are_all_taken() {
 #[test]
 fn a_callers_pool_whose_connections_are_all_taken() {
     let schema = support::schema();
-    let manager = r2d2_postgres::PostgresConnectionManager::new(schema.config(), NoTls);
-    let pool = r2d2::Pool::builder().max_size(2).build(manager).unwrap();
+    let pool = callers_pool(&schema);
     let client = builder().build(pool.clone()).unwrap();
     let (_first, _second) = (pool.get().unwrap(), pool.get().unwrap());
     all_in_time("a caller's pool, exhausted", &client, &["RateLimited"], false);
+}
+
+/// A caller's pool of two connections.
+fn callers_pool(schema: &TestSchema) -> r2d2::Pool<r2d2_postgres::PostgresConnectionManager<NoTls>> {
+    let manager = r2d2_postgres::PostgresConnectionManager::new(schema.config(), NoTls);
+    r2d2::Pool::builder().max_size(2).build(manager).unwrap()
 }
 
 /// A close has one deadline for everything: what has to wait must not take it from what has not.
@@ -272,8 +278,7 @@ fn a_close_lets_leases_go_although_a_session_locks_server_is_silent() {
 #[test]
 fn a_short_wait_for_a_lock_is_short_although_an_operation_may_take_long() {
     let schema = support::schema();
-    let manager = r2d2_postgres::PostgresConnectionManager::new(schema.config(), NoTls);
-    let pool = r2d2::Pool::builder().max_size(2).build(manager).unwrap();
+    let pool = callers_pool(&schema);
     let long = LIMIT * 60;
     let client =
         PgLockClient::builder().operation_timeout(long).connection_timeout(long).build(pool.clone()).unwrap();
@@ -359,17 +364,7 @@ fn a_cancelled_wait_for_a_standby_is_not_taken_for_a_confirmation() {
     client.is_locked("warm").unwrap();
     server.configure("synchronous_standby_names", "nobody");
     let mut sql = server.client();
-    let result = std::thread::scope(|scope| {
-        let acquire = scope.spawn(|| client.acquire("k", TTL));
-        while !acquire.is_finished() {
-            // Answers "success" with a warning, again and again.
-            let _ = sql.batch_execute(
-                "SELECT pg_cancel_backend(pid) FROM pg_stat_activity WHERE wait_event = 'SyncRep'",
-            );
-            std::thread::sleep(Duration::from_millis(20));
-        }
-        acquire.join().expect("no panic")
-    });
+    let result = signal_waits_for_a_standby(&mut sql, "pg_cancel_backend", || client.acquire("k", TTL));
     let error = result.expect_err("no standby has it");
     assert!(error.is_outcome_unknown() && chain(&error).contains("standby"), "{}", chain(&error));
     server.configure("synchronous_standby_names", "");

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use postgres::Client;
 use syncguard::{Acquired, ErrorCode, LockError, LockOptions, PgLockClient};
 
+use crate::support::standby::signal_waits_for_a_standby;
 use crate::support::{Config, LIMIT, Server, wait_until, wait_until_app_waits};
 
 const TTL: Duration = Duration::from_secs(30);
@@ -186,15 +187,7 @@ fn a_session_that_is_ended_while_its_commit_waits_for_a_standby_leaves_the_outco
     client.is_locked("warm").unwrap();
     bench.server.configure("synchronous_standby_names", "nobody");
     let mut sql = bench.server.client();
-    let result = std::thread::scope(|scope| {
-        let acquire = scope.spawn(|| client.acquire("k", TTL));
-        while !acquire.is_finished() {
-            let all = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE wait_event = 'SyncRep'";
-            sql.batch_execute(all).unwrap();
-            std::thread::sleep(Duration::from_millis(20));
-        }
-        acquire.join().expect("no panic")
-    });
+    let result = signal_waits_for_a_standby(&mut sql, "pg_terminate_backend", || client.acquire("k", TTL));
     let error = result.expect_err("no standby has it");
     assert!(error.is_outcome_unknown(), "{error}");
     bench.server.configure("synchronous_standby_names", "");

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 use std::fs;
+use std::time::Duration;
 
 use super::account::Account;
 use super::server::Server;
@@ -30,6 +31,24 @@ pub fn standby_of(primary: &Server, name: &str) -> Standby {
     let options = format!("-p {port} -k {} -c listen_addresses=127.0.0.1", primary.dir().display());
     standby.ctl(&["start", "-w", "-l", &standby.dir.join("standby.log").to_string_lossy(), "-o", &options]);
     standby
+}
+
+/// Makes a call, and meanwhile has every process that waits for a standby get this signal, again and
+/// again: `pg_cancel_backend`, which answers "success" with a warning, or `pg_terminate_backend`.
+pub fn signal_waits_for_a_standby<R: Send>(
+    sql: &mut postgres::Client,
+    signal: &str,
+    call: impl FnOnce() -> R + Send,
+) -> R {
+    let all = format!("SELECT {signal}(pid) FROM pg_stat_activity WHERE wait_event = 'SyncRep'");
+    std::thread::scope(|scope| {
+        let call = scope.spawn(call);
+        while !call.is_finished() {
+            sql.batch_execute(&all).unwrap();
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        call.join().expect("no panic")
+    })
 }
 
 pub struct Standby {
