@@ -1,7 +1,7 @@
 //! A lock backend of one's own, and the contract suite that it has to pass.
 //!
 //! Run it with `cargo run --example own_backend`: it puts the backend through every case of the
-//! contract. Needs the feature `test-util`, which this repository's own examples have.
+//! contract. Needs the package `syncguard-contract` under `[dev-dependencies]`.
 //!
 //! The store is a table in memory behind one mutex: whatever yours is, it needs the same three things.
 //! A step that is indivisible, a clock that all clients share, and counters that are never lost. The
@@ -12,13 +12,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use syncguard::backend::{generate_lock_id, validate_ttl};
-use syncguard::contract::{self, Harness};
 use syncguard::{
     AcquireResult, Acquired, Attempt, CancelToken, Capabilities, ErrorCode, ExtendOutcome, Fence,
     LockBackend, LockError, LockInfo, LockInfoDebug, Lookup, Reason, ReleaseOutcome, Result,
     TIME_TOLERANCE_MS, TimeAuthority, is_live, make_fence_key, make_storage_key, normalize_and_validate_key,
     validate_lock_id,
 };
+use syncguard_contract::Harness;
 
 /// The longest key that this store can hold, in bytes. Longer ones are stored under a digest.
 const LIMIT: usize = 256;
@@ -235,13 +235,13 @@ impl Harness for Bench {
 
 #[allow(clippy::print_stdout)]
 fn main() {
-    contract::run_all(&Bench::default());
-    println!("the backend fulfils all {} cases of the contract", contract::CASES.len());
+    syncguard_contract::run_all(&Bench::default());
+    println!("the backend fulfils all {} cases of the contract", syncguard_contract::CASES.len());
 }
 
 // In a crate of your own, one test per case:
 //
 //     #[cfg(test)]
 //     mod contract {
-//         syncguard::contract_tests!(super::Bench::default());
+//         syncguard_contract::contract_tests!(super::Bench::default());
 //     }

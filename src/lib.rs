@@ -126,7 +126,7 @@
 //! | events for logs and metrics | [`telemetry`] |
 //! | who holds what, clean-up, breaking a lock | [`diagnostics`], [`Operator`] |
 //! | time and faults in tests | [`memory`] |
-//! | a backend of one's own | [`backend`], and `contract` with the feature `test-util` |
+//! | a backend of one's own | [`backend`], and the package `syncguard-contract`, which tests it |
 //!
 //! # Async programs
 //!
@@ -149,8 +149,6 @@ mod advisory;
 pub mod backend;
 mod cancel;
 mod client;
-#[cfg(any(test, feature = "test-util"))]
-pub mod contract;
 pub mod diagnostics;
 mod error;
 mod lock;

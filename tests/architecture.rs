@@ -16,12 +16,11 @@ use std::{fs, iter};
 use source::{Source, Token, read_all, walk};
 
 /// A module imports only from modules with a lower number. A new top-level module needs a line here.
-const FLOORS: [(&str, u8); 13] = [
+const FLOORS: [(&str, u8); 12] = [
     ("client", 7),
     ("lock", 6),
     ("advisory", 6),
     ("diagnostics", 6),
-    ("contract", 7),
     ("postgres", 5),
     ("memory", 5),
     ("telemetry", 5),
@@ -398,6 +397,9 @@ fn not_too_long(source: &Source) -> Vec<String> {
 #[test]
 fn no_file_is_too_long_to_read_in_one_sitting() {
     check(not_too_long);
+    let contract = read_all(top(), "contract/src");
+    assert!(!contract.is_empty(), "the contract suite was not found");
+    assert_eq!(contract.iter().flat_map(not_too_long).collect::<Vec<_>>(), Vec::<String>::new());
     assert_eq!(count(not_too_long, "src/error.rs", &"\n".repeat(MAX_LINES)), 0);
     assert_eq!(count(not_too_long, "src/error.rs", &"\n".repeat(MAX_LINES + 1)), 1);
     assert_eq!(count(not_too_long, "src/error.rs", &"/// words\n".repeat(MAX_LINES + 1)), 0);

@@ -10,8 +10,8 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use r2d2_postgres::PostgresConnectionManager;
 use support::{Stored, TestSchema};
-use syncguard::contract::Harness;
 use syncguard::{LockBackend, PgLockClient, TelemetryOptions};
+use syncguard_contract::Harness;
 
 /// A schema and the tables in it, shared by the tests that run now; every client is a new one.
 struct Postgres {
@@ -87,17 +87,17 @@ fn over_the_socket(schema: &TestSchema) -> PgLockClient {
 }
 
 mod client {
-    syncguard::contract_tests!(super::Postgres::new(super::plain));
+    syncguard_contract::contract_tests!(super::Postgres::new(super::plain));
 }
 
 mod client_with_telemetry {
-    syncguard::contract_tests!(super::Postgres::new(super::observed));
+    syncguard_contract::contract_tests!(super::Postgres::new(super::observed));
 }
 
 mod client_on_a_callers_pool {
-    syncguard::contract_tests!(super::Postgres::new(super::on_a_callers_pool));
+    syncguard_contract::contract_tests!(super::Postgres::new(super::on_a_callers_pool));
 }
 
 mod client_over_the_socket {
-    syncguard::contract_tests!(super::Postgres::new(super::over_the_socket));
+    syncguard_contract::contract_tests!(super::Postgres::new(super::over_the_socket));
 }

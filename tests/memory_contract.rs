@@ -5,8 +5,8 @@
 
 use std::sync::Arc;
 
-use syncguard::contract::Harness;
 use syncguard::{LockBackend, MemoryBackend, TelemetryOptions, with_telemetry};
+use syncguard_contract::Harness;
 
 /// The memory backend, and what its clients reach it through.
 struct Memory {
@@ -63,17 +63,20 @@ fn watched(store: MemoryBackend) -> Arc<dyn LockBackend> {
 
 mod manual_time {
     use super::{Memory, bare};
-    syncguard::contract_tests!(Memory { store: syncguard::MemoryBackend::manual(), client: bare });
+    syncguard_contract::contract_tests!(Memory { store: syncguard::MemoryBackend::manual(), client: bare });
 }
 
 mod system_time {
     use super::{Memory, bare};
-    syncguard::contract_tests!(Memory { store: syncguard::MemoryBackend::new(), client: bare });
+    syncguard_contract::contract_tests!(Memory { store: syncguard::MemoryBackend::new(), client: bare });
 }
 
 mod under_telemetry {
     use super::{Memory, watched};
-    syncguard::contract_tests!(Memory { store: syncguard::MemoryBackend::manual(), client: watched });
+    syncguard_contract::contract_tests!(Memory {
+        store: syncguard::MemoryBackend::manual(),
+        client: watched
+    });
 }
 
 /// A suite that cannot fail proves nothing: some backends that break the contract are caught.
@@ -83,11 +86,11 @@ mod the_suite_notices {
 
     use super::{Arc, Harness, LockBackend, Memory, MemoryBackend, bare};
     use syncguard::backend::Lookup;
-    use syncguard::contract::CASES;
     use syncguard::{
         AcquireResult, CancelToken, Capabilities, ExtendOutcome, LockInfo, LockInfoDebug, ReleaseOutcome,
         Result,
     };
+    use syncguard_contract::CASES;
 
     /// A backend with one fault in it.
     struct Broken {
@@ -146,7 +149,7 @@ mod the_suite_notices {
         CASES
             .iter()
             .filter(|case| catch_unwind(AssertUnwindSafe(|| case.run(harness))).is_err())
-            .map(syncguard::contract::Case::name)
+            .map(syncguard_contract::Case::name)
             .collect()
     }
 

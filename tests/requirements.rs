@@ -97,7 +97,7 @@ fn exists(proof: &str) -> bool {
     let Some((file, name)) = proof.split_once("::") else { return false };
     if file == "contract" {
         let listed = format!("::{name},");
-        let cases = read("src/contract/mod.rs").unwrap_or_default();
+        let cases = read("contract/src/lib.rs").unwrap_or_default();
         return cases.lines().any(|line| line.trim().ends_with(&listed));
     }
     let file = if file.starts_with("src/") { format!("{file}.rs") } else { format!("tests/{file}.rs") };

@@ -39,8 +39,8 @@
 //! [`TIME_TOLERANCE_MS`](crate::TIME_TOLERANCE_MS) for every judgement, [`Fence::following`] before the
 //! counter is written, and [`Fence::warn_near_limit`] after a grant.
 //!
-//! Then put it through the contract suite: the module `contract`, with the feature `test-util`, has every
-//! case as a test, and shows how to run them.
+//! Then put it through the contract suite: the package `syncguard-contract` has every case as a test, and
+//! shows how to run them.
 
 mod forward;
 mod info;

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use syncguard::contract::Harness;
 use syncguard::{ExtendResult, LockBackend, LockOptions, PgLockClient, ReleaseResult};
+use syncguard_contract::Harness;
 
 use crate::support::bouncer::Bouncer;
 use crate::support::{self, LIMIT, Proxy, TestSchema, together, wait_until};
@@ -68,7 +68,7 @@ impl Harness for Through<'_> {
 fn the_contract_holds_through_a_transaction_pooler() {
     let bouncer = Bouncer::start(&[("ignore_startup_parameters", "extra_float_digits,options")]);
     let schema = support::schema();
-    syncguard::contract::run_all(&Through { client: client(&bouncer, &schema), schema: &schema });
+    syncguard_contract::run_all(&Through { client: client(&bouncer, &schema), schema: &schema });
 }
 
 #[test]

@@ -1,11 +1,11 @@
 //! Fences grow, for ever, and only with a grant.
 
-use crate::backend::AcquireResult;
-use crate::contract::bench::{Bench, LONG_EXPIRED_MS};
-use crate::error::ErrorCode;
-use crate::model::fence::{FENCE_MAX, FENCE_WARN};
+use syncguard::backend::AcquireResult;
+use syncguard::{ErrorCode, FENCE_MAX, FENCE_WARN};
 
-pub(super) fn the_first_fence_of_a_key_is_one_and_each_grant_adds_one(bench: &Bench<'_>) {
+use crate::bench::{Bench, LONG_EXPIRED_MS};
+
+pub(crate) fn the_first_fence_of_a_key_is_one_and_each_grant_adds_one(bench: &Bench<'_>) {
     let key = Bench::key();
     for n in 1..=5 {
         let grant = bench.acquire(&key);
@@ -18,7 +18,7 @@ pub(super) fn the_first_fence_of_a_key_is_one_and_each_grant_adds_one(bench: &Be
     }
 }
 
-pub(super) fn counters_of_different_keys_are_independent(bench: &Bench<'_>) {
+pub(crate) fn counters_of_different_keys_are_independent(bench: &Bench<'_>) {
     let (a, b) = (Bench::key(), Bench::key());
     for n in 1..=5 {
         assert!(bench.release(&bench.acquire(&a).lock_id));
@@ -29,7 +29,7 @@ pub(super) fn counters_of_different_keys_are_independent(bench: &Bench<'_>) {
     assert_eq!((bench.counter(&a), bench.counter(&b)), (5, 2));
 }
 
-pub(super) fn fences_survive_release_expiry_and_removal(bench: &Bench<'_>) {
+pub(crate) fn fences_survive_release_expiry_and_removal(bench: &Bench<'_>) {
     let (key, first) = bench.held();
     assert!(bench.release(&first.lock_id));
     assert!(!bench.harness.has_row(&key));
@@ -44,7 +44,7 @@ pub(super) fn fences_survive_release_expiry_and_removal(bench: &Bench<'_>) {
     assert_eq!(bench.harness.backend().capabilities(), bench.backend.capabilities());
 }
 
-pub(super) fn contended_acquires_do_not_advance_the_counter(bench: &Bench<'_>) {
+pub(crate) fn contended_acquires_do_not_advance_the_counter(bench: &Bench<'_>) {
     let (key, held) = bench.held();
     for _ in 0..50 {
         assert_eq!(bench.try_acquire(&key).unwrap(), AcquireResult::Locked);
@@ -54,7 +54,7 @@ pub(super) fn contended_acquires_do_not_advance_the_counter(bench: &Bench<'_>) {
     assert_eq!(bench.acquire(&key).fence.get(), 2);
 }
 
-pub(super) fn a_counter_above_the_warning_still_grants(bench: &Bench<'_>) {
+pub(crate) fn a_counter_above_the_warning_still_grants(bench: &Bench<'_>) {
     for counter in [FENCE_WARN - 1, FENCE_WARN, FENCE_WARN + 1] {
         let key = Bench::key();
         bench.harness.set_counter(&key, counter);
@@ -62,7 +62,7 @@ pub(super) fn a_counter_above_the_warning_still_grants(bench: &Bench<'_>) {
     }
 }
 
-pub(super) fn the_last_fence_is_granted_and_then_nothing_more(bench: &Bench<'_>) {
+pub(crate) fn the_last_fence_is_granted_and_then_nothing_more(bench: &Bench<'_>) {
     let key = Bench::key();
     bench.harness.set_counter(&key, FENCE_MAX - 2);
     for fence in [FENCE_MAX - 1, FENCE_MAX] {
@@ -75,7 +75,7 @@ pub(super) fn the_last_fence_is_granted_and_then_nothing_more(bench: &Bench<'_>)
     assert_eq!((error.code(), error.is_outcome_unknown()), (ErrorCode::Internal, false));
 }
 
-pub(super) fn a_counter_at_or_beyond_its_limit_changes_nothing(bench: &Bench<'_>) {
+pub(crate) fn a_counter_at_or_beyond_its_limit_changes_nothing(bench: &Bench<'_>) {
     // Sixteen digits: compared as text, they would be small.
     let beyond =
         [FENCE_MAX, FENCE_MAX + 1, 999_999_999_999_999, 1_000_000_000_000_000, 9_223_372_036_854_775_000];

@@ -2,17 +2,17 @@
 
 use std::time::Duration;
 
-use crate::backend::{ExtendOutcome, LostReason, ReleaseOutcome, RenewOutcome, Renewal};
-use crate::cancel::CancelToken;
-use crate::contract::bench::{Bench, LONG_EXPIRED_MS, TTL};
-use crate::error::{ErrorCode, Result};
+use syncguard::backend::{ExtendOutcome, LostReason, ReleaseOutcome, RenewOutcome, Renewal};
+use syncguard::{CancelToken, ErrorCode, Result};
+
+use crate::bench::{Bench, LONG_EXPIRED_MS, TTL};
 
 fn renew(bench: &Bench<'_>, leases: &[(&str, &str)], ttl: Duration) -> Vec<Result<RenewOutcome>> {
     let leases: Vec<_> = leases.iter().map(|(key, lock_id)| Renewal { key, lock_id, ttl }).collect();
     bench.backend.renew(&leases, bench.deadline())
 }
 
-pub(super) fn live_leases_are_renewed(bench: &Bench<'_>) {
+pub(crate) fn live_leases_are_renewed(bench: &Bench<'_>) {
     let held: Vec<_> = (0..10).map(|_| bench.held()).collect();
     let leases: Vec<_> = held.iter().map(|(key, grant)| (key.as_str(), grant.lock_id.as_str())).collect();
     let before = bench.harness.now_ms();
@@ -28,7 +28,7 @@ pub(super) fn live_leases_are_renewed(bench: &Bench<'_>) {
     }
 }
 
-pub(super) fn lost_leases_say_how_they_were_lost(bench: &Bench<'_>) {
+pub(crate) fn lost_leases_say_how_they_were_lost(bench: &Bench<'_>) {
     let (expired, grant) = bench.held();
     bench.harness.age(&expired, LONG_EXPIRED_MS);
     let outcome = renew(bench, &[(&expired, &grant.lock_id)], TTL).remove(0).unwrap();
@@ -51,7 +51,7 @@ pub(super) fn lost_leases_say_how_they_were_lost(bench: &Bench<'_>) {
     assert_eq!(outcome, RenewOutcome::Lost(LostReason::RowMissing));
 }
 
-pub(super) fn each_lease_of_a_batch_has_its_own_outcome_in_order(bench: &Bench<'_>) {
+pub(crate) fn each_lease_of_a_batch_has_its_own_outcome_in_order(bench: &Bench<'_>) {
     let (live, first) = bench.held();
     let (dead, second) = bench.held();
     let (also_live, third) = bench.held();
@@ -73,11 +73,11 @@ pub(super) fn each_lease_of_a_batch_has_its_own_outcome_in_order(bench: &Bench<'
     assert!(matches!(outcomes[4].as_ref().unwrap(), RenewOutcome::Renewed { .. }));
 }
 
-pub(super) fn an_empty_batch_is_nothing(bench: &Bench<'_>) {
+pub(crate) fn an_empty_batch_is_nothing(bench: &Bench<'_>) {
     assert!(renew(bench, &[], TTL).is_empty());
 }
 
-pub(super) fn guards_calls_answer_like_the_plain_operations(bench: &Bench<'_>) {
+pub(crate) fn guards_calls_answer_like_the_plain_operations(bench: &Bench<'_>) {
     let never = CancelToken::never();
     bench.backend.reserve_renewals(bench.deadline(), &never).unwrap();
     bench.backend.reserve_renewals(bench.deadline(), &never).unwrap();

@@ -2,15 +2,14 @@
 
 use std::time::Duration;
 
-use crate::backend::{
+use syncguard::backend::{
     AcquireResult, Attempt, ExtendOutcome, LostReason, Reason, ReleaseOutcome, RenewOutcome, Renewal,
 };
-use crate::cancel::CancelToken;
-use crate::contract::bench::{Bench, JUST_EXPIRED_MS, LONG_EXPIRED_MS, TTL, is_or_unknown};
-use crate::error::ErrorCode;
-use crate::model::time::MAX_TTL;
+use syncguard::{CancelToken, ErrorCode, MAX_TTL};
 
-pub(super) fn a_lease_is_live_until_the_tolerance_is_over(bench: &Bench<'_>) {
+use crate::bench::{Bench, JUST_EXPIRED_MS, LONG_EXPIRED_MS, TTL, is_or_unknown};
+
+pub(crate) fn a_lease_is_live_until_the_tolerance_is_over(bench: &Bench<'_>) {
     let (key, held) = bench.held();
     let id = held.lock_id.as_str();
     let age = || bench.harness.age(&key, JUST_EXPIRED_MS);
@@ -37,7 +36,7 @@ pub(super) fn a_lease_is_live_until_the_tolerance_is_over(bench: &Bench<'_>) {
     assert!(bench.release(id));
 }
 
-pub(super) fn a_lease_is_dead_after_the_tolerance(bench: &Bench<'_>) {
+pub(crate) fn a_lease_is_dead_after_the_tolerance(bench: &Bench<'_>) {
     let (key, held) = bench.held();
     let id = held.lock_id.as_str();
     let never = CancelToken::never();
@@ -61,7 +60,7 @@ pub(super) fn a_lease_is_dead_after_the_tolerance(bench: &Bench<'_>) {
     assert!(next.fence > held.fence && next.lock_id != held.lock_id);
 }
 
-pub(super) fn expiry_is_the_authority_s_time_plus_the_ttl(bench: &Bench<'_>) {
+pub(crate) fn expiry_is_the_authority_s_time_plus_the_ttl(bench: &Bench<'_>) {
     let ttl_ms = i64::try_from(TTL.as_millis()).unwrap();
     let key = Bench::key();
     let before = bench.harness.now_ms();
@@ -77,7 +76,7 @@ pub(super) fn expiry_is_the_authority_s_time_plus_the_ttl(bench: &Bench<'_>) {
     assert!((before + 2 * ttl_ms..=after + 2 * ttl_ms).contains(&expires_at_ms));
 }
 
-pub(super) fn the_expiry_that_is_returned_is_the_one_that_is_stored(bench: &Bench<'_>) {
+pub(crate) fn the_expiry_that_is_returned_is_the_one_that_is_stored(bench: &Bench<'_>) {
     let (key, grant) = bench.held();
     let stored = || bench.by_key(&key).unwrap().expires_at_ms;
     assert_eq!(stored(), grant.expires_at_ms);
@@ -90,7 +89,7 @@ pub(super) fn the_expiry_that_is_returned_is_the_one_that_is_stored(bench: &Benc
     assert_eq!(renewed, RenewOutcome::Renewed { expires_at_ms: stored() });
 }
 
-pub(super) fn a_ttl_that_is_too_short_or_too_long_is_refused_and_changes_nothing(bench: &Bench<'_>) {
+pub(crate) fn a_ttl_that_is_too_short_or_too_long_is_refused_and_changes_nothing(bench: &Bench<'_>) {
     let never = CancelToken::never();
     let (held_key, held) = bench.held();
     let (free_key, id) = (Bench::key(), Bench::id());
@@ -120,7 +119,7 @@ pub(super) fn a_ttl_that_is_too_short_or_too_long_is_refused_and_changes_nothing
     assert_eq!(bench.counter(&free_key), 0);
 }
 
-pub(super) fn the_shortest_and_the_longest_ttl_are_accepted(bench: &Bench<'_>) {
+pub(crate) fn the_shortest_and_the_longest_ttl_are_accepted(bench: &Bench<'_>) {
     let never = CancelToken::never();
     // A fraction of a millisecond is cut off, not rounded and not refused.
     for (ttl, millis) in [
@@ -138,7 +137,7 @@ pub(super) fn the_shortest_and_the_longest_ttl_are_accepted(bench: &Bench<'_>) {
     }
 }
 
-pub(super) fn a_deadline_that_is_over_ends_each_call_without_effect(bench: &Bench<'_>) {
+pub(crate) fn a_deadline_that_is_over_ends_each_call_without_effect(bench: &Bench<'_>) {
     let never = CancelToken::never();
     let (held_key, held) = bench.held();
     let (free_key, id) = (Bench::key(), Bench::id());

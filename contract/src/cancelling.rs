@@ -1,15 +1,15 @@
 //! Tokens.
 
-use crate::backend::{Attempt, Lookup, ReleaseOutcome};
-use crate::cancel::CancelToken;
-use crate::contract::bench::{Bench, TTL};
-use crate::diagnostics::{
+use syncguard::backend::{Attempt, Lookup, ReleaseOutcome};
+use syncguard::diagnostics::{
     get_by_id_cancellable, get_by_id_raw_cancellable, get_by_key_cancellable, get_by_key_raw_cancellable,
     owns_cancellable,
 };
-use crate::error::{ErrorCode, LockError};
+use syncguard::{CancelToken, ErrorCode, LockError};
 
-pub(super) fn a_fired_token_aborts_each_operation_without_effect(bench: &Bench<'_>) {
+use crate::bench::{Bench, TTL};
+
+pub(crate) fn a_fired_token_aborts_each_operation_without_effect(bench: &Bench<'_>) {
     let parent = CancelToken::new();
     let token = parent.child();
     parent.cancel();
@@ -43,7 +43,7 @@ pub(super) fn a_fired_token_aborts_each_operation_without_effect(bench: &Bench<'
     assert_eq!(bench.counter(&free), 0);
 }
 
-pub(super) fn a_token_that_has_not_fired_changes_nothing(bench: &Bench<'_>) {
+pub(crate) fn a_token_that_has_not_fired_changes_nothing(bench: &Bench<'_>) {
     let token = CancelToken::new();
     let key = Bench::key();
     let backend = &bench.backend;
@@ -58,7 +58,7 @@ pub(super) fn a_token_that_has_not_fired_changes_nothing(bench: &Bench<'_>) {
     assert_eq!(backend.is_locked(&key, &token).unwrap_err().code(), ErrorCode::Aborted);
 }
 
-pub(super) fn the_release_of_guards_is_not_cancelled(bench: &Bench<'_>) {
+pub(crate) fn the_release_of_guards_is_not_cancelled(bench: &Bench<'_>) {
     let token = CancelToken::new();
     let key = Bench::key();
     let grant = bench.backend.acquire(&key, TTL, &token).unwrap().acquired().unwrap();

@@ -4,11 +4,10 @@ use std::collections::HashMap;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use crate::backend::{AcquireResult, Acquired, Attempt, ExtendOutcome};
-use crate::cancel::CancelToken;
-use crate::contract::bench::{Bench, LONG_EXPIRED_MS, TTL, together};
-use crate::model::hash::hash_key;
-use crate::model::time::TIME_TOLERANCE_MS;
+use syncguard::backend::{AcquireResult, Acquired, Attempt, ExtendOutcome};
+use syncguard::{CancelToken, TIME_TOLERANCE_MS, hash_key};
+
+use crate::bench::{Bench, LONG_EXPIRED_MS, TTL, together};
 
 const ROUNDS: usize = 10;
 
@@ -20,7 +19,7 @@ fn winner(bench: &Bench<'_>, key: &str) -> Acquired {
     grants.remove(0)
 }
 
-pub(super) fn one_of_many_takes_a_free_key(bench: &Bench<'_>) {
+pub(crate) fn one_of_many_takes_a_free_key(bench: &Bench<'_>) {
     for _ in 0..ROUNDS {
         let key = Bench::key();
         let grant = winner(bench, &key);
@@ -29,7 +28,7 @@ pub(super) fn one_of_many_takes_a_free_key(bench: &Bench<'_>) {
     }
 }
 
-pub(super) fn one_of_many_takes_an_expired_key(bench: &Bench<'_>) {
+pub(crate) fn one_of_many_takes_an_expired_key(bench: &Bench<'_>) {
     let (key, _) = bench.held();
     for round in 1..=ROUNDS {
         bench.harness.age(&key, LONG_EXPIRED_MS);
@@ -39,7 +38,7 @@ pub(super) fn one_of_many_takes_an_expired_key(bench: &Bench<'_>) {
     }
 }
 
-pub(super) fn one_of_many_releases_succeeds(bench: &Bench<'_>) {
+pub(crate) fn one_of_many_releases_succeeds(bench: &Bench<'_>) {
     let key = Bench::key();
     for _ in 0..ROUNDS {
         let grant = bench.acquire(&key);
@@ -49,7 +48,7 @@ pub(super) fn one_of_many_releases_succeeds(bench: &Bench<'_>) {
     }
 }
 
-pub(super) fn one_attempt_made_many_times_at_once_is_one_grant(bench: &Bench<'_>) {
+pub(crate) fn one_attempt_made_many_times_at_once_is_one_grant(bench: &Bench<'_>) {
     for _ in 0..ROUNDS {
         let (key, id) = (Bench::key(), Bench::id());
         let grants = together(8, |_| {
@@ -64,7 +63,7 @@ pub(super) fn one_attempt_made_many_times_at_once_is_one_grant(bench: &Bench<'_>
     }
 }
 
-pub(super) fn an_extend_and_a_take_over_never_both_succeed(bench: &Bench<'_>) {
+pub(crate) fn an_extend_and_a_take_over_never_both_succeed(bench: &Bench<'_>) {
     for round in 0..4 * ROUNDS {
         let (key, old) = bench.held();
         // About as long before the end of the tolerance as it takes to get there.
@@ -83,7 +82,7 @@ pub(super) fn an_extend_and_a_take_over_never_both_succeed(bench: &Bench<'_>) {
     }
 }
 
-pub(super) fn fences_are_handed_out_once_and_in_the_order_of_the_grants(bench: &Bench<'_>) {
+pub(crate) fn fences_are_handed_out_once_and_in_the_order_of_the_grants(bench: &Bench<'_>) {
     const THREADS: usize = 8;
     const GRANTS: usize = 10;
     let key = Bench::key();
@@ -106,7 +105,7 @@ pub(super) fn fences_are_handed_out_once_and_in_the_order_of_the_grants(bench: &
     assert_eq!(order.into_inner().unwrap(), expected);
 }
 
-pub(super) fn lookups_never_mix_two_owners(bench: &Bench<'_>) {
+pub(crate) fn lookups_never_mix_two_owners(bench: &Bench<'_>) {
     let key = Bench::key();
     let stop = AtomicBool::new(false);
     let (mut granted, mut seen) = (HashMap::new(), Vec::new());

@@ -1,11 +1,11 @@
 //! Capabilities, keys and lock ids.
 
-use crate::backend::{Attempt, LockBackend, Lookup, Renewal};
-use crate::cancel::CancelToken;
-use crate::contract::bench::{Bench, TTL};
-use crate::error::{ErrorCode, LockError};
+use syncguard::backend::{Attempt, LockBackend, Lookup, Renewal};
+use syncguard::{CancelToken, ErrorCode, LockError};
 
-pub(super) fn capabilities_are_the_same_before_and_after_operations(bench: &Bench<'_>) {
+use crate::bench::{Bench, TTL};
+
+pub(crate) fn capabilities_are_the_same_before_and_after_operations(bench: &Bench<'_>) {
     fn all_five<B: LockBackend + ?Sized>(backend: &B, key: &str) {
         let never = CancelToken::never();
         let grant = backend.acquire(key, TTL, &never).unwrap().acquired().unwrap();
@@ -23,7 +23,7 @@ pub(super) fn capabilities_are_the_same_before_and_after_operations(bench: &Benc
     assert_eq!(bench.harness.backend().capabilities(), before);
 }
 
-pub(super) fn canonically_equal_keys_are_one_lock(bench: &Bench<'_>) {
+pub(crate) fn canonically_equal_keys_are_one_lock(bench: &Bench<'_>) {
     let base = Bench::key();
     let (composed, decomposed) = (format!("{base}caf\u{e9}"), format!("{base}cafe\u{301}"));
     let grant = bench.acquire(&composed);
@@ -34,7 +34,7 @@ pub(super) fn canonically_equal_keys_are_one_lock(bench: &Bench<'_>) {
     assert_eq!(bench.acquire(&decomposed).fence.get(), 2, "they share a counter");
 }
 
-pub(super) fn keys_are_measured_in_bytes_of_their_normal_form(bench: &Bench<'_>) {
+pub(crate) fn keys_are_measured_in_bytes_of_their_normal_form(bench: &Bench<'_>) {
     let base = Bench::key();
     let room = 512 - base.len();
     let longest = format!("{base}{}", "x".repeat(room));
@@ -51,7 +51,7 @@ pub(super) fn keys_are_measured_in_bytes_of_their_normal_form(bench: &Bench<'_>)
     }
 }
 
-pub(super) fn what_cannot_be_a_key_is_refused_everywhere(bench: &Bench<'_>) {
+pub(crate) fn what_cannot_be_a_key_is_refused_everywhere(bench: &Bench<'_>) {
     let never = CancelToken::never();
     let (backend, id) = (&bench.backend, Bench::id());
     let marker = "MARKER".repeat(400);
@@ -80,7 +80,7 @@ pub(super) fn what_cannot_be_a_key_is_refused_everywhere(bench: &Bench<'_>) {
     }
 }
 
-pub(super) fn keys_with_hostile_characters_are_ordinary_keys(bench: &Bench<'_>) {
+pub(crate) fn keys_with_hostile_characters_are_ordinary_keys(bench: &Bench<'_>) {
     let base = Bench::key();
     let tails = [
         "'",
@@ -134,7 +134,7 @@ pub(super) fn keys_with_hostile_characters_are_ordinary_keys(bench: &Bench<'_>) 
     }
 }
 
-pub(super) fn keys_that_look_alike_are_different_locks(bench: &Bench<'_>) {
+pub(crate) fn keys_that_look_alike_are_different_locks(bench: &Bench<'_>) {
     let base = Bench::key();
     let _held = bench.acquire(&base);
     let alike = [
@@ -153,7 +153,7 @@ pub(super) fn keys_that_look_alike_are_different_locks(bench: &Bench<'_>) {
     assert!(bench.is_locked(&base));
 }
 
-pub(super) fn lock_ids_of_the_wrong_form_are_refused_everywhere(bench: &Bench<'_>) {
+pub(crate) fn lock_ids_of_the_wrong_form_are_refused_everywhere(bench: &Bench<'_>) {
     let never = CancelToken::never();
     let (key, held) = bench.held();
     let backend = &bench.backend;
@@ -190,7 +190,7 @@ pub(super) fn lock_ids_of_the_wrong_form_are_refused_everywhere(bench: &Bench<'_
     assert_eq!(bench.by_key(&key).unwrap().expires_at_ms, held.expires_at_ms);
 }
 
-pub(super) fn hashed_storage_keys_lead_to_the_right_lock(bench: &Bench<'_>) {
+pub(crate) fn hashed_storage_keys_lead_to_the_right_lock(bench: &Bench<'_>) {
     let Some(small) = bench.harness.with_storage_limit(40) else { return };
     let bench = Bench::new(&*small);
     let (long, other) = (format!("{}{}", Bench::key(), "x".repeat(100)), Bench::key() + &"y".repeat(100));

@@ -3,18 +3,17 @@
 use std::collections::HashSet;
 use std::time::Duration;
 
-use crate::backend::{AcquireResult, Attempt, ExtendOutcome, Reason, ReleaseOutcome};
-use crate::cancel::CancelToken;
-use crate::contract::bench::{Bench, LONG_EXPIRED_MS, TTL, is_or_unknown};
-use crate::model::fence::Fence;
-use crate::model::lock_id::validate_lock_id;
+use syncguard::backend::{AcquireResult, Attempt, ExtendOutcome, Reason, ReleaseOutcome};
+use syncguard::{CancelToken, Fence, validate_lock_id};
+
+use crate::bench::{Bench, LONG_EXPIRED_MS, TTL, is_or_unknown};
 
 fn attempt(bench: &Bench<'_>, key: &str, lock_id: &str) -> AcquireResult {
     let attempt = Attempt { key, lock_id, ttl: TTL, deadline: bench.deadline() };
     bench.backend.attempt(&attempt, &CancelToken::never()).unwrap()
 }
 
-pub(super) fn a_held_key_is_an_ordinary_answer(bench: &Bench<'_>) {
+pub(crate) fn a_held_key_is_an_ordinary_answer(bench: &Bench<'_>) {
     let key = Bench::key();
     let granted = bench.try_acquire(&key).unwrap();
     assert_eq!(granted.fence().map(Fence::get), Some(1));
@@ -24,7 +23,7 @@ pub(super) fn a_held_key_is_an_ordinary_answer(bench: &Bench<'_>) {
     assert_eq!(bench.by_id(&held.lock_id).unwrap().expires_at_ms, held.expires_at_ms);
 }
 
-pub(super) fn each_grant_has_a_fresh_well_formed_id(bench: &Bench<'_>) {
+pub(crate) fn each_grant_has_a_fresh_well_formed_id(bench: &Bench<'_>) {
     let key = Bench::key();
     let mut ids = HashSet::new();
     for _ in 0..100 {
@@ -35,7 +34,7 @@ pub(super) fn each_grant_has_a_fresh_well_formed_id(bench: &Bench<'_>) {
     }
 }
 
-pub(super) fn the_id_alone_is_enough_for_another_client(bench: &Bench<'_>) {
+pub(crate) fn the_id_alone_is_enough_for_another_client(bench: &Bench<'_>) {
     let (key, grant) = bench.held();
     let other = Bench::new(bench.harness);
     assert!(other.is_locked(&key));
@@ -44,7 +43,7 @@ pub(super) fn the_id_alone_is_enough_for_another_client(bench: &Bench<'_>) {
     assert!(!bench.is_locked(&key));
 }
 
-pub(super) fn an_expired_lease_is_replaced_and_its_id_forgotten(bench: &Bench<'_>) {
+pub(crate) fn an_expired_lease_is_replaced_and_its_id_forgotten(bench: &Bench<'_>) {
     let (key, old) = bench.held();
     bench.harness.age(&key, 5000);
     let new = bench.acquire(&key);
@@ -55,7 +54,7 @@ pub(super) fn an_expired_lease_is_replaced_and_its_id_forgotten(bench: &Bench<'_
     assert_eq!((now.lock_id.as_str(), now.fence), (new.lock_id.as_str(), new.fence));
 }
 
-pub(super) fn the_same_attempt_again_answers_with_its_first_grant(bench: &Bench<'_>) {
+pub(crate) fn the_same_attempt_again_answers_with_its_first_grant(bench: &Bench<'_>) {
     let (key, id) = (Bench::key(), Bench::id());
     let first = attempt(bench, &key, &id).acquired().unwrap();
     assert_eq!(first.lock_id, id);
@@ -71,7 +70,7 @@ pub(super) fn the_same_attempt_again_answers_with_its_first_grant(bench: &Bench<
     assert!(later.fence > first.fence, "after a release it is a new grant");
 }
 
-pub(super) fn an_attempt_never_takes_what_another_id_holds(bench: &Bench<'_>) {
+pub(crate) fn an_attempt_never_takes_what_another_id_holds(bench: &Bench<'_>) {
     let (key, mine) = (Bench::key(), Bench::id());
     let _first = attempt(bench, &key, &mine).acquired().unwrap();
     bench.harness.age(&key, LONG_EXPIRED_MS);
@@ -82,7 +81,7 @@ pub(super) fn an_attempt_never_takes_what_another_id_holds(bench: &Bench<'_>) {
     assert_eq!(bench.raw(&key).unwrap().lock_id, theirs.lock_id);
 }
 
-pub(super) fn a_repeated_attempt_never_answers_with_a_dead_lease(bench: &Bench<'_>) {
+pub(crate) fn a_repeated_attempt_never_answers_with_a_dead_lease(bench: &Bench<'_>) {
     let (key, id) = (Bench::key(), Bench::id());
     let first = attempt(bench, &key, &id).acquired().unwrap();
     bench.harness.age(&key, LONG_EXPIRED_MS);
@@ -92,7 +91,7 @@ pub(super) fn a_repeated_attempt_never_answers_with_a_dead_lease(bench: &Bench<'
     }
 }
 
-pub(super) fn an_id_in_use_for_another_key_is_an_error_without_effect(bench: &Bench<'_>) {
+pub(crate) fn an_id_in_use_for_another_key_is_an_error_without_effect(bench: &Bench<'_>) {
     let (held_key, held) = bench.held();
     let key = Bench::key();
     for age in [None, Some(LONG_EXPIRED_MS)] {
@@ -106,7 +105,7 @@ pub(super) fn an_id_in_use_for_another_key_is_an_error_without_effect(bench: &Be
     }
 }
 
-pub(super) fn release_works_once(bench: &Bench<'_>) {
+pub(crate) fn release_works_once(bench: &Bench<'_>) {
     let (key, grant) = bench.held();
     assert!(bench.release(&grant.lock_id));
     assert!(!bench.is_locked(&key) && !bench.harness.has_row(&key));
@@ -114,7 +113,7 @@ pub(super) fn release_works_once(bench: &Bench<'_>) {
     assert!(!bench.release(&grant.lock_id));
 }
 
-pub(super) fn a_late_release_spares_the_next_owner(bench: &Bench<'_>) {
+pub(crate) fn a_late_release_spares_the_next_owner(bench: &Bench<'_>) {
     let (key, first) = bench.held();
     bench.harness.age(&key, LONG_EXPIRED_MS);
     let second = bench.acquire(&key);
@@ -127,7 +126,7 @@ pub(super) fn a_late_release_spares_the_next_owner(bench: &Bench<'_>) {
     assert!(bench.is_locked(&key));
 }
 
-pub(super) fn a_refused_release_leaves_the_row_and_the_counter(bench: &Bench<'_>) {
+pub(crate) fn a_refused_release_leaves_the_row_and_the_counter(bench: &Bench<'_>) {
     let (key, grant) = bench.held();
     bench.harness.age(&key, LONG_EXPIRED_MS);
     assert!(!bench.release(&grant.lock_id));
@@ -135,7 +134,7 @@ pub(super) fn a_refused_release_leaves_the_row_and_the_counter(bench: &Bench<'_>
     assert_eq!(bench.counter(&key), 1);
 }
 
-pub(super) fn extend_replaces_the_rest_of_the_ttl(bench: &Bench<'_>) {
+pub(crate) fn extend_replaces_the_rest_of_the_ttl(bench: &Bench<'_>) {
     let (key, grant) = bench.held();
     let shorter = bench.extend_to(&grant.lock_id, Duration::from_secs(5)).unwrap();
     assert!(shorter < grant.expires_at_ms, "it does not add to the rest");
@@ -147,7 +146,7 @@ pub(super) fn extend_replaces_the_rest_of_the_ttl(bench: &Bench<'_>) {
     assert_eq!(bench.by_key(&key).unwrap().expires_at_ms, twice);
 }
 
-pub(super) fn extend_changes_only_the_expiry(bench: &Bench<'_>) {
+pub(crate) fn extend_changes_only_the_expiry(bench: &Bench<'_>) {
     let (key, grant) = bench.held();
     let mut expected = bench.raw(&key).unwrap();
     expected.expires_at_ms = bench.extend_to(&grant.lock_id, TTL * 4).unwrap();
@@ -155,7 +154,7 @@ pub(super) fn extend_changes_only_the_expiry(bench: &Bench<'_>) {
     assert_eq!(bench.counter(&key), 1);
 }
 
-pub(super) fn extend_revives_and_creates_nothing(bench: &Bench<'_>) {
+pub(crate) fn extend_revives_and_creates_nothing(bench: &Bench<'_>) {
     let (key, grant) = bench.held();
     bench.harness.age(&key, LONG_EXPIRED_MS);
     assert!(bench.extend(&grant.lock_id).is_none() && !bench.is_locked(&key));
@@ -165,7 +164,7 @@ pub(super) fn extend_revives_and_creates_nothing(bench: &Bench<'_>) {
     assert!(!bench.harness.has_row(&key));
 }
 
-pub(super) fn unknown_ids_are_harmless(bench: &Bench<'_>) {
+pub(crate) fn unknown_ids_are_harmless(bench: &Bench<'_>) {
     let never = CancelToken::never();
     let (key, _held) = bench.held();
     let before = bench.raw(&key);

@@ -1,13 +1,12 @@
 //! is_locked, lookup and the helpers over them: they see, and change nothing.
 
-use crate::backend::Lookup;
-use crate::cancel::CancelToken;
-use crate::contract::bench::{Bench, JUST_EXPIRED_MS, LONG_EXPIRED_MS, TTL};
-use crate::diagnostics::{get_by_id, get_by_id_raw, get_by_key, get_by_key_raw, owns};
-use crate::error::ErrorCode;
-use crate::model::hash::hash_key;
+use syncguard::backend::Lookup;
+use syncguard::diagnostics::{get_by_id, get_by_id_raw, get_by_key, get_by_key_raw, owns};
+use syncguard::{CancelToken, ErrorCode, hash_key};
 
-pub(super) fn is_locked_follows_the_lease(bench: &Bench<'_>) {
+use crate::bench::{Bench, JUST_EXPIRED_MS, LONG_EXPIRED_MS, TTL};
+
+pub(crate) fn is_locked_follows_the_lease(bench: &Bench<'_>) {
     let key = Bench::key();
     assert!(!bench.is_locked(&key));
     let grant = bench.acquire(&key);
@@ -22,7 +21,7 @@ pub(super) fn is_locked_follows_the_lease(bench: &Bench<'_>) {
     assert!(!bench.is_locked(&key));
 }
 
-pub(super) fn reading_changes_nothing(bench: &Bench<'_>) {
+pub(crate) fn reading_changes_nothing(bench: &Bench<'_>) {
     let (key, grant) = bench.held();
     let (dead, dead_grant) = bench.held();
     bench.harness.age(&dead, LONG_EXPIRED_MS);
@@ -44,7 +43,7 @@ pub(super) fn reading_changes_nothing(bench: &Bench<'_>) {
     assert!(!bench.harness.has_row(&free));
 }
 
-pub(super) fn lookup_by_key_and_by_id_find_the_same(bench: &Bench<'_>) {
+pub(crate) fn lookup_by_key_and_by_id_find_the_same(bench: &Bench<'_>) {
     let (key, grant) = bench.held();
     let info = bench.by_key(&key).unwrap();
     assert_eq!(bench.by_id(&grant.lock_id).as_ref(), Some(&info));
@@ -59,7 +58,7 @@ pub(super) fn lookup_by_key_and_by_id_find_the_same(bench: &Bench<'_>) {
     assert!(later.expires_at_ms > info.expires_at_ms);
 }
 
-pub(super) fn lookup_never_shows_raw_values(bench: &Bench<'_>) {
+pub(crate) fn lookup_never_shows_raw_values(bench: &Bench<'_>) {
     let key = format!("MARKER{}", Bench::key());
     let grant = bench.acquire(&key);
     let (info, raw) = (bench.by_key(&key).unwrap(), bench.raw(&key).unwrap());
@@ -68,7 +67,7 @@ pub(super) fn lookup_never_shows_raw_values(bench: &Bench<'_>) {
     }
 }
 
-pub(super) fn expired_missing_and_released_leases_look_the_same(bench: &Bench<'_>) {
+pub(crate) fn expired_missing_and_released_leases_look_the_same(bench: &Bench<'_>) {
     let (expired, old) = bench.held();
     bench.harness.age(&expired, LONG_EXPIRED_MS);
     let (released, gone) = bench.held();
@@ -85,7 +84,7 @@ pub(super) fn expired_missing_and_released_leases_look_the_same(bench: &Bench<'_
     assert!(bench.by_id(&old.lock_id).is_some(), "within the tolerance it is there");
 }
 
-pub(super) fn raw_lookup_shows_the_normal_key_and_the_id(bench: &Bench<'_>) {
+pub(crate) fn raw_lookup_shows_the_normal_key_and_the_id(bench: &Bench<'_>) {
     let base = Bench::key();
     let grant = bench.acquire(&format!("{base}e\u{301}"));
     let normal = format!("{base}\u{e9}");
@@ -96,7 +95,7 @@ pub(super) fn raw_lookup_shows_the_normal_key_and_the_id(bench: &Bench<'_>) {
     assert_eq!(by_id, Some(raw));
 }
 
-pub(super) fn the_helpers_agree_with_lookup(bench: &Bench<'_>) {
+pub(crate) fn the_helpers_agree_with_lookup(bench: &Bench<'_>) {
     let (live, grant) = bench.held();
     let (dead, old) = bench.held();
     bench.harness.age(&dead, LONG_EXPIRED_MS);

@@ -1,20 +1,20 @@
 //! The contract of a [`LockBackend`], as tests that any backend can be put through.
 //!
-//! For people who write a backend; how to write one is said in [`backend`](crate::backend), and
-//! `examples/own_backend.rs` in the repository is one. It needs the feature `test-util`:
+//! For people who write a backend; how to write one is said in [`syncguard::backend`], and
+//! `examples/own_backend.rs` in the repository is one.
 //!
 //! ```toml
 //! [dev-dependencies]
-//! syncguard = { version = "0.1", features = ["test-util"] }
+//! syncguard-contract = "0.1"
 //! ```
 //!
 //! Write a [`Harness`] that opens the store under test and reaches behind the port where the suite
-//! must, and let [`contract_tests!`](crate::contract_tests) make one `#[test]` of each case:
+//! must, and let [`contract_tests!`] make one `#[test]` of each case:
 //!
 //! ```
 //! use std::sync::Arc;
-//! use syncguard::contract::Harness;
 //! use syncguard::{LockBackend, MemoryBackend};
+//! use syncguard_contract::Harness;
 //!
 //! struct Memory(MemoryBackend);
 //!
@@ -43,18 +43,14 @@
 //! }
 //!
 //! mod memory {
-//!     syncguard::contract_tests!(super::Memory(syncguard::MemoryBackend::manual()));
+//!     syncguard_contract::contract_tests!(super::Memory(syncguard::MemoryBackend::manual()));
 //! }
-//! # syncguard::contract::run_all(&Memory(MemoryBackend::manual()));
+//! # syncguard_contract::run_all(&Memory(MemoryBackend::manual()));
 //! ```
 //!
 //! Each case uses keys of its own (the hooks get plain ASCII), so cases may run at once, and on a
 //! store that others use. They leave rows and counters behind, and they count on an authority's
 //! clock that is not turned meanwhile; a call should take well under half a second.
-
-// A failed case panics, as any test does.
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
-#![allow(clippy::string_slice, reason = "lock ids and test keys are ASCII")]
 
 mod bench;
 mod cancelling;
@@ -69,7 +65,7 @@ mod times;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use crate::backend::LockBackend;
+use syncguard::backend::LockBackend;
 
 use bench::Bench;
 
@@ -134,7 +130,7 @@ impl std::fmt::Debug for Case {
     }
 }
 
-/// Runs one case by its name. What [`contract_tests!`](crate::contract_tests) calls.
+/// Runs one case by its name. What [`contract_tests!`] calls.
 ///
 /// # Panics
 ///
@@ -162,15 +158,15 @@ macro_rules! cases {
         /// All cases.
         pub const CASES: &[Case] = &[$(Case { name: stringify!($case), body: $module::$case },)*];
 
-        /// Makes one `#[test]` of each case of the [contract](crate::contract). The argument makes
-        /// a harness; it is evaluated once per test. Needs the feature `test-util`.
+        /// Makes one `#[test]` of each case of the contract. The argument makes a harness; it is
+        /// evaluated once per test.
         #[macro_export]
         macro_rules! contract_tests {
             ($d harness:expr) => {
                 $(
                     #[test]
                     fn $case() {
-                        $crate::contract::run(stringify!($case), &$d harness);
+                        $crate::run(stringify!($case), &$d harness);
                     }
                 )*
             };
