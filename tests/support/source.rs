@@ -58,12 +58,15 @@ pub fn read_all(top: &Path, dir: &str) -> Vec<Source> {
     files.iter().map(read).collect()
 }
 
-/// Visits all files below a directory, hidden directories and build output left out.
+/// Visits all files below a directory, hidden directories and build output left out. In a worktree, `.git` is
+/// a file.
 pub fn walk(dir: &Path, visit: &mut impl FnMut(&Path)) {
     for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
         let (path, name) = (entry.path(), entry.file_name().to_string_lossy().into_owned());
         if !path.is_dir() {
-            visit(&path);
+            if name != ".git" {
+                visit(&path);
+            }
         } else if name == ".ci" || name == ".github" || !(name.starts_with('.') || name.starts_with("target"))
         {
             walk(&path, visit);
