@@ -306,21 +306,31 @@ fn a_holder_that_notes_no_keys_needs_one_right_less() {
 fn a_fenced_writer_needs_exactly_its_rights_and_cannot_raise_a_fence() {
     let stage = Stage::new("fenced");
     let stored = &stage.place.stored;
-    let parts: Vec<Part<'_>> = vec![(
-        "assert_fence",
-        Box::new(|client| {
-            stored.write("k", &id("holder"), 30_000, 7);
-            let mut writer = stage.role.config().connect(NoTls).unwrap();
-            let mut tx = writer.transaction().unwrap();
-            client.assert_fence(&mut tx, "k", Fence::new(7).unwrap())
-        }),
-    )];
+    let parts: Vec<Part<'_>> = vec![
+        (
+            "assert_fence",
+            Box::new(|client| {
+                stored.write("k", &id("holder"), 30_000, 7);
+                let mut writer = stage.role.config().connect(NoTls).unwrap();
+                let mut tx = writer.transaction().unwrap();
+                client.assert_fence(&mut tx, "k", Fence::new(7).unwrap())
+            }),
+        ),
+        (
+            "fence_transaction",
+            Box::new(|_client| {
+                let guard = stage.place.client.lock("guarded").unwrap();
+                let mut writer = stage.role.config().connect(NoTls).unwrap();
+                let mut tx = writer.transaction().unwrap();
+                guard.fence_transaction(&mut tx)
+            }),
+        ),
+    ];
     stage.check(&parts);
     stage.refused(&NEVER);
     stage.refused(&[
         "UPDATE syncguard_fence_counters SET fence = fence + 1",
         "INSERT INTO syncguard_fence_counters (fence_key, fence) VALUES ('fence:x', 1)",
-        "SELECT lock_id FROM syncguard_locks",
         "DELETE FROM syncguard_locks",
     ]);
 }

@@ -68,3 +68,38 @@ fn keys_hashes_and_storage_keys_agree_with_other_clients() {
     }
     assert!(names >= 70 && texts >= 700 && errors >= 140, "{names} {texts} {errors}: the file was cut");
 }
+
+#[test]
+fn colons_at_the_end_of_a_prefix_make_no_other_key() {
+    let stored = |prefix: &str| make_storage_key(prefix, "k", 40, 0).unwrap();
+    for (prefix, expected) in [
+        ("", "k"),
+        (":", "k"),
+        ("::", "k"),
+        ("p", "p:k"),
+        ("p:", "p:k"),
+        ("p::", "p:k"),
+        (":p::", ":p:k"),
+        ("a::b:", "a::b:k"),
+    ] {
+        assert_eq!(stored(prefix), expected, "{prefix:?}");
+        let counter = make_fence_key(prefix, "k", 40, 0).unwrap();
+        assert_eq!(counter, expected.strip_suffix('k').unwrap().to_owned() + "fence:k", "{prefix:?}");
+    }
+    // What is hashed, and whether there is room, follows the same rule.
+    let long = "x".repeat(100);
+    let hashed = make_storage_key("p", &long, 40, 0).unwrap();
+    for prefix in ["p:", "p::", "p:::::::::::::::::::::::::::::::::::::::::::::::"] {
+        assert_eq!(make_storage_key(prefix, &long, 40, 0).unwrap(), hashed);
+    }
+    assert_eq!(make_storage_key("::::", &long, 40, 0).unwrap(), make_storage_key("", &long, 40, 0).unwrap());
+}
+
+#[test]
+fn an_empty_key_has_no_stored_form() {
+    for prefix in ["", ":", "p"] {
+        for refused in [make_storage_key(prefix, "", 1700, 0), make_fence_key(prefix, "", 1700, 0)] {
+            assert_eq!(refused.unwrap_err().code(), ErrorCode::InvalidArgument, "{prefix:?}");
+        }
+    }
+}

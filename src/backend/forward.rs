@@ -62,8 +62,8 @@ macro_rules! forward {
             fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoDebug>> {
                 (**self).lookup_raw(what, cancel)
             }
-            fn fence_statement(&self, key: &str, fence: Fence) -> Result<String> {
-                (**self).fence_statement(key, fence)
+            fn fence_statement(&self, key: &str, fence: Fence, lock_id: Option<&str>) -> Result<String> {
+                (**self).fence_statement(key, fence, lock_id)
             }
             fn clock(&self) -> Clock {
                 (**self).clock()

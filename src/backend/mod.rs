@@ -203,10 +203,11 @@ pub trait LockBackend: Send + Sync {
     fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoDebug>>;
 
     /// The SQL statement that fails, inside a caller's transaction, unless `fence` is this key's
-    /// newest and its lease is live. Only for a backend whose leases live in the caller's database.
+    /// newest and its lease is live, and carries this lock id where one is given. Only for a backend
+    /// whose leases live in the caller's database.
     #[doc(hidden)]
-    fn fence_statement(&self, key: &str, fence: Fence) -> Result<String> {
-        let _ = (key, fence);
+    fn fence_statement(&self, key: &str, fence: Fence, lock_id: Option<&str>) -> Result<String> {
+        let _ = (key, fence, lock_id);
         Err(LockError::invalid(
             "this backend keeps its leases outside the database of the transaction: store the fence beside the data instead",
         ))

@@ -19,7 +19,9 @@ impl LockGuard {
     /// rollback to that savepoint.
     ///
     /// The transaction's connection must reach the database that the lock tables are in, and its
-    /// role needs `SELECT` on both and `UPDATE (key_debug)` on the counters.
+    /// role needs `SELECT` on both and `UPDATE (key_debug)` on the counters. In any other database the
+    /// check fails, even if the same key has the same fence there: the lease's row must carry this
+    /// guard's lock id.
     ///
     /// # Errors
     ///
@@ -38,7 +40,7 @@ impl LockGuard {
     /// None.
     pub fn fence_transaction(&self, transaction: &mut postgres::Transaction<'_>) -> Result<()> {
         self.check_process()?;
-        assert_fence(&**self.backend(), transaction, self.key(), self.fence())
+        assert_fence(&**self.backend(), transaction, self.key(), self.fence(), Some(self.lock_id()))
     }
 }
 
@@ -47,8 +49,9 @@ pub(super) fn assert_fence(
     transaction: &mut postgres::Transaction<'_>,
     key: &str,
     fence: Fence,
+    lock_id: Option<&str>,
 ) -> Result<()> {
-    let statement = backend.fence_statement(key, fence)?;
+    let statement = backend.fence_statement(key, fence, lock_id)?;
     match guard_runtime(|| transaction.simple_query(&statement))? {
         Ok(_) => Ok(()),
         Err(error) => Err(fence_error(error).with_key(key)),

@@ -352,6 +352,12 @@ impl PgLockClient {
     /// [`LockGuard::fence_transaction`], also for errors. For a holder that knows only key and fence. A key
     /// that cannot be is `InvalidArgument`.
     ///
+    /// **What it cannot know**: whose lease it is. Fences are counted per key *and database*: if the
+    /// transaction's connection leads to another database with lock tables of the same names (a copy, a
+    /// staging system), and the same key happens to be held there under the same number, the check
+    /// passes. A guard's check compares the lock id as well; where only key and fence are at hand, make
+    /// sure that the connection is to the database that granted them.
+    ///
     /// # Blocking
     ///
     /// At most `operation_timeout` to find the tables, where this client has not used them so far; then as
@@ -366,7 +372,7 @@ impl PgLockClient {
         key: &str,
         fence: Fence,
     ) -> Result<()> {
-        fence::assert_fence(&*self.postgres, transaction, key, fence)
+        fence::assert_fence(&*self.postgres, transaction, key, fence, None)
     }
 
     /// The operator's view: who holds what, counts, waiters, clean-up, breaking a lock.

@@ -63,8 +63,8 @@ impl LockBackend for PgLockClient {
     fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoDebug>> {
         self.locks.backend().lookup_raw(what, cancel)
     }
-    fn fence_statement(&self, key: &str, fence: Fence) -> Result<String> {
-        self.locks.backend().fence_statement(key, fence)
+    fn fence_statement(&self, key: &str, fence: Fence, lock_id: Option<&str>) -> Result<String> {
+        self.locks.backend().fence_statement(key, fence, lock_id)
     }
     fn clock(&self) -> Clock {
         self.locks.backend().clock()

@@ -35,7 +35,7 @@ pub const RESERVE_BYTES_POSTGRES: usize = 0;
 /// ```
 pub fn normalize_and_validate_key(key: &str) -> Result<String> {
     if key.is_empty() {
-        return Err(LockError::invalid("the key is empty: name what is to be locked"));
+        return Err(empty());
     }
     // Normalising makes a text at most a third as long, so a huge one is refused unread.
     if key.len() > MAX_KEY_LENGTH_BYTES * 8 {
@@ -55,10 +55,13 @@ pub fn normalize_and_validate_key(key: &str) -> Result<String> {
 
 /// The text under which a key is stored: `prefix:key`, or `key` where the prefix is empty; where
 /// that and `reserve` bytes exceed `limit` bytes, the first 16 bytes of its SHA-256 in base64url
-/// (22 characters) take the key's place.
+/// (22 characters) take the key's place. Colons at the end of the prefix do not count: `p`, `p:` and
+/// `p::` are one prefix, and `:` is none.
 ///
-/// [`InvalidArgument`](crate::ErrorCode::InvalidArgument) when even the hashed form does not fit,
-/// or when prefix and reserve alone leave no room.
+/// # Errors
+///
+/// [`InvalidArgument`](crate::ErrorCode::InvalidArgument) when the key is empty, when even the hashed
+/// form does not fit, or when prefix and reserve alone leave no room.
 ///
 /// ```
 /// use syncguard::make_storage_key;
@@ -67,10 +70,12 @@ pub fn normalize_and_validate_key(key: &str) -> Result<String> {
 /// # Ok::<(), syncguard::LockError>(())
 /// ```
 pub fn make_storage_key(prefix: &str, key: &str, limit: usize, reserve: usize) -> Result<String> {
-    let head = match prefix {
+    if key.is_empty() {
+        return Err(empty());
+    }
+    let head = match prefix.trim_end_matches(':') {
         "" => String::new(),
-        p if p.ends_with(':') => p.to_owned(),
-        p => format!("{p}:"),
+        prefix => format!("{prefix}:"),
     };
     if head.len().saturating_add(reserve) >= limit {
         return Err(LockError::invalid(
@@ -92,6 +97,10 @@ pub fn make_storage_key(prefix: &str, key: &str, limit: usize, reserve: usize) -
 /// The name of a key's fence counter, derived from its **stored** key, never from the caller's, so
 /// that each stored key has exactly one counter.
 ///
+/// # Errors
+///
+/// Those of [`make_storage_key`], with the stored key in the place of the key.
+///
 /// ```
 /// use syncguard::{BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES, make_fence_key};
 /// let fence_key = make_fence_key("", "resource:123", BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?;
@@ -99,6 +108,9 @@ pub fn make_storage_key(prefix: &str, key: &str, limit: usize, reserve: usize) -
 /// # Ok::<(), syncguard::LockError>(())
 /// ```
 pub fn make_fence_key(prefix: &str, base_storage_key: &str, limit: usize, reserve: usize) -> Result<String> {
+    if base_storage_key.is_empty() {
+        return Err(empty());
+    }
     make_storage_key(prefix, &format!("fence:{base_storage_key}"), limit, reserve)
 }
 
@@ -132,6 +144,10 @@ impl fmt::Debug for Key {
 
 fn nfc(text: &str) -> String {
     if is_nfc(text) { text.to_owned() } else { text.nfc().collect() }
+}
+
+fn empty() -> LockError {
+    LockError::invalid("the key is empty: name what is to be locked")
 }
 
 fn too_long(len: usize) -> LockError {

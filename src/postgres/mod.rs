@@ -368,11 +368,12 @@ impl LockBackend for PostgresBackend {
         read::lookup(self, what, self.end(), cancel)
     }
 
-    fn fence_statement(&self, key: &str, fence: Fence) -> Result<String> {
+    fn fence_statement(&self, key: &str, fence: Fence, lock_id: Option<&str>) -> Result<String> {
         let key = Key::new(key)?;
         let (storage_key, fence_key) = key.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?;
         let at = self.locate(self.end(), &CancelToken::never())?;
-        sql::fenced(&at.tables, &storage_key, &fence_key, fence)
+        let lock_id = lock_id.map(LockId::parse).transpose()?;
+        sql::fenced(&at.tables, &storage_key, &fence_key, fence, lock_id.as_ref())
     }
 
     fn operation_timeout(&self) -> Duration {

@@ -25,6 +25,7 @@
 
 use crate::error::Result;
 use crate::model::fence::{FENCE_MAX, Fence};
+use crate::model::lock_id::LockId;
 use crate::model::time::TIME_TOLERANCE_MS;
 use crate::postgres::listen::call_waiters;
 use crate::postgres::schema::Tables;
@@ -224,11 +225,19 @@ impl Statements {
 ///
 /// `FOR SHARE`, not `FOR KEY SHARE`, which would let the counter be raised
 /// (<https://www.postgresql.org/docs/current/explicit-locking.html#LOCKING-ROWS>): as long as the
-/// caller's transaction is open, no newer holder can be granted.
-pub(crate) fn fenced(tables: &Tables, key: &str, fence_key: &str, fence: Fence) -> Result<String> {
+/// caller's transaction is open, no newer holder can be granted. With a lock id the row must carry
+/// it, too: the same key may have the same number in another database.
+pub(crate) fn fenced(
+    tables: &Tables,
+    key: &str,
+    fence_key: &str,
+    fence: Fence,
+    lock_id: Option<&LockId>,
+) -> Result<String> {
     let (mut k, mut f) = (String::new(), String::new());
     push_quoted(key, &mut k)?;
     push_quoted(fence_key, &mut f)?;
+    let own = lock_id.map_or_else(String::new, |id| format!(" AND l.lock_id {EQ} '{}'", id.as_str()));
     let (locks, fences, number) = (&tables.locks, &tables.fences, fence.get());
     let alive = live("l.expires_at_ms", "t.now");
     Ok(format!(
@@ -238,7 +247,7 @@ pub(crate) fn fenced(tables: &Tables, key: &str, fence_key: &str, fence: Fence) 
            SELECT {CLOCK} AS now FROM (SELECT {COUNT} AS n FROM counter) AS x WHERE x.n {EQ} 1) \
          SELECT (CASE WHEN EXISTS (SELECT 1 FROM counter WHERE fence {EQ} {number}) AND EXISTS (\
            SELECT 1 FROM {locks} AS l, t WHERE l.key {EQ} {k} \
-             AND l.fence {EQ} '{fence}' AND {alive}) \
+             AND l.fence {EQ} '{fence}'{own} AND {alive}) \
          THEN '1' ELSE '{STALE}' END)::pg_catalog.int4"
     ))
 }

@@ -270,8 +270,8 @@ impl<B: LockBackend> LockBackend for Telemetry<B> {
         self.lookup_reported(what, |inner| inner.lookup_raw(what, cancel))
     }
 
-    fn fence_statement(&self, key: &str, fence: Fence) -> Result<String> {
-        self.inner.fence_statement(key, fence)
+    fn fence_statement(&self, key: &str, fence: Fence, lock_id: Option<&str>) -> Result<String> {
+        self.inner.fence_statement(key, fence, lock_id)
     }
 
     fn clock(&self) -> Clock {

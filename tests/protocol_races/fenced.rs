@@ -142,3 +142,34 @@ fn a_read_only_transaction_is_refused_with_the_reason() {
     assert_eq!(error.code(), ErrorCode::InvalidArgument);
     assert!(error.to_string().contains("READ WRITE"), "{error}");
 }
+
+#[test]
+fn a_guards_fence_does_not_pass_in_another_database_that_counted_to_the_same_number() {
+    let place = place();
+    let a = place.key("a");
+    // The same names, the same key, the same number: only the lock id tells the two apart.
+    let database = format!("copy_{}", unique());
+    place.stored.run(&format!("CREATE DATABASE {database}"));
+    let url = place.schema.url().replacen("/postgres?", &format!("/{database}?"), 1);
+    let mut client = Client::connect(&url, postgres::NoTls).unwrap();
+    client.batch_execute(&format!("CREATE SCHEMA {}", place.schema.name())).unwrap();
+    let copy = PgLockClient::connect(&url).unwrap();
+    let guard = place.client.lock(&a).unwrap();
+    let there = copy.acquire(&a, TTL).unwrap().acquired().unwrap();
+    assert_eq!(there.fence, guard.fence());
+
+    let mut tx = client.transaction().unwrap();
+    let error = guard.fence_transaction(&mut tx).unwrap_err();
+    assert_eq!(error.code(), ErrorCode::Aborted, "{error:?}");
+    assert!(tx.execute("SELECT 1", &[]).is_err(), "it cannot commit");
+    tx.rollback().unwrap();
+    // What `assert_fence` cannot know, as its documentation says.
+    let mut tx = client.transaction().unwrap();
+    place.client.assert_fence(&mut tx, &a, guard.fence()).unwrap();
+    drop(tx);
+
+    let mut client = place.schema.client();
+    let mut tx = client.transaction().unwrap();
+    guard.fence_transaction(&mut tx).unwrap();
+    tx.commit().unwrap();
+}
