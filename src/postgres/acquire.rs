@@ -25,9 +25,10 @@ use crate::model::fence::{FENCE_MAX, Fence};
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::model::lock_id::LockId;
 use crate::model::time::{TIME_TOLERANCE_MS, Ttl, is_live};
-use crate::postgres::error::{Trouble, is_all_or_nothing};
+use crate::postgres::error::{Trouble, is_all_or_nothing, swallowed};
 use crate::postgres::row::{Answers, Row as Line, int, malformed, required, text};
 use crate::postgres::session::{GRACE, Session};
+use crate::postgres::sql::EQ;
 use crate::postgres::statement::{Arg, Message, push_quoted};
 use crate::postgres::{Fault, Located, PostgresBackend};
 
@@ -208,7 +209,7 @@ impl<'a> Acquire<'a> {
             .call(&statements.queue, &[Arg::Text(&self.storage_key)])
             .call(&statements.acquire, &self.grant_args());
         let answers = match session.commit(&message) {
-            Err(trouble) if is_all_or_nothing(&trouble) => return Ok(Round::Locked),
+            Err(trouble) if is_all_or_nothing(&trouble) => return self.unwritten(session, at),
             other => other?,
         };
         let row = required(answers.row(0)?)?;
@@ -217,8 +218,8 @@ impl<'a> Acquire<'a> {
         }
         match (required(int(row, 3)?)?, required(int(row, 4)?)?) {
             (_, mine) if mine > 0 => Ok(Round::Mine),
-            // All was well but the counter, which may not be raised any more.
-            (ok, _) if ok > 0 => Err(fence_exhausted().into()),
+            // All was well but the counter.
+            (ok, _) if ok > 0 => Err(unraised(session, at, &self.fence_key)),
             _ => Ok(Round::Locked),
         }
     }
@@ -242,10 +243,29 @@ impl<'a> Acquire<'a> {
             Step::Grant => Message::new().call(&statements.grant, &self.grant_args()),
         };
         match session.commit(&write.raw("COMMIT")) {
-            Ok(answers) => Ok(required(granted(required(answers.row(1)?)?)?)?),
-            Err(trouble) if is_all_or_nothing(&trouble) => Ok(Round::Locked),
+            Ok(answers) => {
+                let granted = answers.row(1)?.map(granted).transpose()?.flatten();
+                Ok(granted.ok_or_else(swallowed)?)
+            }
+            Err(trouble) if is_all_or_nothing(&trouble) => {
+                session.rollback();
+                self.unwritten(session, at)
+            }
             Err(trouble) => Err(trouble),
         }
+    }
+
+    /// The counter could be raised and the row not be written. That is contention if somebody has
+    /// written the row since the look, without the queue; else something swallows the write.
+    fn unwritten(&self, session: &mut Session<'_>, at: &Located) -> Result<Round, Trouble> {
+        let answers = session.ask_one(&at.statements.look, &[Arg::Text(&self.storage_key)])?;
+        if let Some(row) = answers.row(0)? {
+            let (expires_at_ms, now_ms) = (required(int(row, 0)?)?, required(int(row, 1)?)?);
+            if is_live(expires_at_ms, now_ms, TIME_TOLERANCE_MS) {
+                return Ok(Round::Locked);
+            }
+        }
+        Err(swallowed().into())
     }
 }
 
@@ -304,8 +324,7 @@ fn decide(seen: &Seen, lock_id: &str) -> Step {
     }
     match seen.counter {
         Some(_) if !seen.counter_locked => Step::Locked,
-        // As numbers: a sixteenth digit would sort wrongly as text.
-        Some(counter) if !u64::try_from(counter).is_ok_and(|counter| counter < FENCE_MAX) => Step::Exhausted,
+        Some(counter) if !may_be_raised(counter) => Step::Exhausted,
         _ => Step::Grant,
     }
 }
@@ -320,8 +339,35 @@ fn granted(row: &Line) -> Result<Option<Round>> {
     Ok(Some(Round::Granted { expires_at_ms, fence }))
 }
 
+/// Why a counter was not raised: it is at its limit, or something swallows the change.
+pub(crate) fn unraised(session: &mut Session<'_>, at: &Located, fence_key: &str) -> Trouble {
+    match stands_at_its_end(session, at, fence_key) {
+        Ok(true) => fence_exhausted().into(),
+        Ok(false) => swallowed().into(),
+        Err(trouble) => trouble,
+    }
+}
+
+/// Whether the counter is there and may not be raised. One that was set to NULL by hand is.
+fn stands_at_its_end(session: &mut Session<'_>, at: &Located, fence_key: &str) -> Result<bool, Trouble> {
+    let mut key = String::new();
+    push_quoted(fence_key, &mut key)?;
+    let fences = &at.tables.fences;
+    let query = format!("SELECT c.fence FROM {fences} AS c WHERE c.fence_key {EQ} {key}");
+    let answers = session.ask(&Message::new().raw(session.limits()).raw(query))?;
+    Ok(match answers.row(0)? {
+        None => false,
+        Some(row) => !int(row, 0)?.is_some_and(may_be_raised),
+    })
+}
+
+/// As numbers: a sixteenth digit would sort wrongly as text.
+fn may_be_raised(counter: i64) -> bool {
+    u64::try_from(counter).is_ok_and(|counter| counter < FENCE_MAX)
+}
+
 /// The refusal of a counter that may not be raised any more.
-pub(crate) fn fence_exhausted() -> LockError {
+fn fence_exhausted() -> LockError {
     Fence::following(FENCE_MAX).err().unwrap_or_else(malformed)
 }
 

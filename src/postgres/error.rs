@@ -111,6 +111,19 @@ pub(crate) fn is_all_or_nothing(trouble: &Trouble) -> bool {
     matches!(trouble, Trouble::Refused(error) if error.sqlstate() == Some("22012"))
 }
 
+/// A row that was there to be changed, and that the server has not changed all the same. Never an
+/// answer: the lease is neither gone nor given.
+pub(crate) fn swallowed() -> LockError {
+    LockError::new(ErrorCode::Internal).with_message(
+        "the row was there and the server did not change it: something on the lock tables swallows changes, such as a trigger that returns NULL or OLD, a soft delete, suppress_redundant_updates_trigger, or a rule; remove it from them",
+    )
+}
+
+/// Whether a message failed itself (22P02) because a change was [swallowed].
+pub(crate) fn is_swallowed(trouble: &Trouble) -> bool {
+    matches!(trouble, Trouble::Refused(error) if error.sqlstate() == Some("22P02"))
+}
+
 /// Whether a message may have failed only because it calls waiters: the server's queue of
 /// notifications is full (54000), so is its table of locks (53200), or the role may call nobody.
 pub(crate) fn is_uncallable(trouble: &Trouble) -> bool {

@@ -16,8 +16,8 @@ use crate::error::{LockError, Result};
 use crate::model::fence::{FENCE_MAX, Fence};
 use crate::model::hash::hash_key;
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
-use crate::postgres::acquire::fence_exhausted;
-use crate::postgres::error::{Trouble, is_all_or_nothing, is_uncallable};
+use crate::postgres::acquire::unraised;
+use crate::postgres::error::{Trouble, is_all_or_nothing, is_swallowed, is_uncallable, swallowed};
 use crate::postgres::listen::call_waiters;
 use crate::postgres::row::{Row, int, malformed, required, text};
 use crate::postgres::session::Session;
@@ -241,7 +241,10 @@ impl Operator {
                 answers => answers,
             };
             let answers = match answers {
-                Err(trouble) if is_all_or_nothing(&trouble) => return Err(fence_exhausted().into()),
+                Err(trouble) if is_swallowed(&trouble) => return Err(swallowed().into()),
+                Err(trouble) if is_all_or_nothing(&trouble) => {
+                    return Err(unraised(session, at, &fence_key));
+                }
                 answers => answers?,
             };
             let row = required(answers.row(0)?)?;
@@ -364,7 +367,7 @@ impl PostgresBackend {
                    ORDER BY l.expires_at_ms LIMIT {limit} FOR UPDATE SKIP LOCKED), \
                  gone AS (\
                    DELETE FROM {locks} AS l USING old WHERE l.key = old.key AND l.lock_id = old.lock_id RETURNING 1) \
-                 SELECT count(*) FROM gone"
+                 SELECT (SELECT count(*) FROM gone), (SELECT count(*) FROM old)"
             );
             let message = Message::new()
                 .raw(session.prelude())
@@ -372,7 +375,9 @@ impl PostgresBackend {
                 .raw("SET LOCAL synchronous_commit TO off")
                 .raw(sql);
             let answers = session.commit(&message)?;
-            Ok(required(int(required(answers.row(0)?)?, 0)?)?)
+            let row = required(answers.row(0)?)?;
+            let (deleted, found) = (required(int(row, 0)?)?, required(int(row, 1)?)?);
+            if deleted < found { Err(swallowed().into()) } else { Ok(deleted) }
         });
         let deleted = deleted.map_err(Fault::into_error)?;
         u64::try_from(deleted).map_err(|_| malformed())
@@ -385,7 +390,8 @@ impl PostgresBackend {
 }
 
 /// `(storage key, fence key, user key)`: deletes the row, calls its waiters, and raises the counter, or
-/// fails as a whole (22012, division by zero) if that cannot be raised.
+/// fails as a whole: if that is not raised (22012, division by zero), or if a row that stands is not
+/// deleted (22P02).
 fn take_away(at: &Located, calls: bool) -> Statement {
     let called = if calls { call_waiters("l.key") } else { "NULL".to_owned() };
     let (locks, fences) = (&at.tables.locks, &at.tables.fences);
@@ -394,14 +400,16 @@ fn take_away(at: &Located, calls: bool) -> Statement {
         "break",
         &["text", "text", "text"],
         format!(
-            "WITH gone AS (\
-               DELETE FROM {locks} AS l WHERE l.key = $1 \
+            "WITH stood AS MATERIALIZED (SELECT l.key FROM {locks} AS l WHERE l.key = $1 FOR UPDATE), \
+             gone AS (\
+               DELETE FROM {locks} AS l USING stood WHERE l.key = stood.key \
                RETURNING l.user_key, l.lock_id, l.expires_at_ms, l.acquired_at_ms, l.fence, {called}), \
              raised AS (\
                INSERT INTO {fences} AS c (fence_key, fence{column}) VALUES ($2, 1{value}) \
                ON CONFLICT (fence_key) DO UPDATE SET fence = c.fence + 1 \
                  WHERE c.fence >= 0 AND c.fence < {FENCE_MAX} RETURNING c.fence) \
-             SELECT gone.*, raised.fence, 1 / (SELECT count(*) FROM raised) \
+             SELECT gone.*, raised.fence, 1 / (SELECT count(*) FROM raised), \
+               (CASE WHEN (SELECT count(*) FROM stood) = (SELECT count(*) FROM gone) THEN '1' ELSE 'stands' END)::int4 \
              FROM (SELECT 1) AS one LEFT JOIN gone ON true LEFT JOIN raised ON true"
         ),
     )

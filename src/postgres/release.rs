@@ -13,7 +13,7 @@ use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::model::lock_id::LockId;
 use crate::model::time::{TIME_TOLERANCE_MS, is_live};
-use crate::postgres::error::{Trouble, is_all_or_nothing, is_uncallable};
+use crate::postgres::error::{Trouble, is_all_or_nothing, is_uncallable, swallowed};
 use crate::postgres::row::{Answers, int, required, text};
 use crate::postgres::session::Session;
 use crate::postgres::statement::{Arg, Message};
@@ -96,11 +96,12 @@ fn carefully(session: &mut Session<'_>, at: &Located, lock_id: &LockId) -> Resul
     let id = [Arg::Text(lock_id.as_str())];
     let answers = session.commit_one(&at.statements.release, &id)?;
     let row = required(answers.row(0)?)?;
-    Ok(match (required(int(row, 0)?)?, required(int(row, 1)?)?) {
-        (_, 1..) => ReleaseOutcome::Released,
-        (1.., _) => ReleaseOutcome::NotHeld(Some(Reason::Expired)),
-        _ => ReleaseOutcome::NotHeld(Some(Reason::NotFound)),
-    })
+    match (required(int(row, 0)?)?, required(int(row, 1)?)?, required(int(row, 3)?)?) {
+        (_, 1.., _) => Ok(ReleaseOutcome::Released),
+        (_, _, 1..) => Err(swallowed().into()),
+        (1.., _, _) => Ok(ReleaseOutcome::NotHeld(Some(Reason::Expired))),
+        _ => Ok(ReleaseOutcome::NotHeld(Some(Reason::NotFound))),
+    }
 }
 
 fn two_messages(
@@ -129,8 +130,10 @@ fn two_messages(
         }
         answers => answers?,
     };
-    required(answers.row(1)?)?;
-    Ok(ReleaseOutcome::Released)
+    match answers.row(1)? {
+        Some(_) => Ok(ReleaseOutcome::Released),
+        None => Err(swallowed().into()),
+    }
 }
 
 #[cfg(test)]

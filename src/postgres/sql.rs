@@ -97,7 +97,7 @@ pub(crate) struct Statements {
     pub(crate) delete: Statement,
     /// `(storage key, lock id, ttl ms)`: answers the expiry.
     pub(crate) update: Statement,
-    /// `(lock id)`: answers (found, deleted).
+    /// `(lock id)`: answers (found, deleted, …, found live).
     pub(crate) release: Statement,
     /// `(lock id)`: deletes a live lease. Answers a row if it did.
     pub(crate) release_live: Statement,
@@ -412,7 +412,8 @@ fn release(tables: &Tables) -> String {
         "WITH {}, d AS (\
            DELETE FROM {locks} AS l USING cur, t \
            WHERE l.key {EQ} cur.key AND l.lock_id {EQ} $1 AND {alive} RETURNING 1) \
-         SELECT (SELECT {COUNT} FROM cur), (SELECT {COUNT} FROM d), {RELAXED}",
+         SELECT (SELECT {COUNT} FROM cur), (SELECT {COUNT} FROM d), {RELAXED}, \
+           (SELECT {COUNT} FROM cur, t WHERE {alive})",
         locked_row(tables)
     )
 }
