@@ -155,7 +155,6 @@ mod lock;
 pub mod memory;
 mod model;
 mod postgres;
-mod sabotage;
 pub mod telemetry;
 
 pub use advisory::{

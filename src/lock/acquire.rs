@@ -328,7 +328,6 @@ fn attempt(
     let AcquireResult::Acquired(granted) = request(engine, key, plan.ttl, end, token)? else {
         return Ok(Tried::Taken);
     };
-    let sent = if crate::sabotage::on("deadline") { engine.clock.now() } else { sent };
     let Some((sent, granted)) = fresh(engine, key, plan.ttl, end, sent, granted) else {
         return Ok(Tried::TooLate);
     };

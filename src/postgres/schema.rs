@@ -176,12 +176,6 @@ enum KeyDebug {
 }
 
 impl Tables {
-    /// For tests of texts.
-    #[cfg(all(test, feature = "sabotage"))]
-    pub(crate) fn plain() -> Self {
-        Self { locks: quoted("locks"), fences: quoted("fences"), key_debug: KeyDebug::Stored }
-    }
-
     /// Whether counters note the caller's key.
     pub(crate) fn notes_keys(&self) -> bool {
         matches!(self.key_debug, KeyDebug::Stored)

@@ -33,11 +33,6 @@ const LATE_MS: u64 = 300;
 /// How often a statement is called on one connection before the driver prepares it.
 const OFTEN: u32 = 16;
 
-/// See [`OFTEN`].
-fn often() -> u32 {
-    if crate::sabotage::on("patience") { 1 } else { OFTEN }
-}
-
 /// Fails, with an error that hardly anything else has, unless the transaction began with this message.
 const ALONE: &str = "SELECT LIMIT CASE WHEN pg_catalog.transaction_timestamp() \
     OPERATOR(pg_catalog.=) pg_catalog.statement_timestamp() THEN 1 ELSE -1 END";
@@ -312,7 +307,7 @@ impl<'a> Session<'a> {
         }
         let handle = match memo.handle(statement) {
             Handle::Ready(handle) => handle,
-            Handle::Called(times) if times < often() => {
+            Handle::Called(times) if times < OFTEN => {
                 return self.send(&Message::new().call(statement, args), commits);
             }
             Handle::Called(_) => {

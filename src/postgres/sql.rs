@@ -475,36 +475,3 @@ fn renew(tables: &Tables) -> String {
            LEFT JOIN {locks} AS l ON l.key {EQ} cur.wanted WHERE cur.key IS NULL OR NOT {alive}"
     )
 }
-
-#[cfg(all(test, feature = "sabotage"))]
-mod tests {
-    use super::*;
-
-    /// A control that takes nothing out of a new statement would show nothing about it. So every
-    /// statement that has a safeguard is named here, and no other.
-    #[test]
-    fn each_switch_takes_its_safeguard_out_of_every_statement_that_has_it() {
-        let all = Statements::new(&Tables::plain(), true);
-        let what = |statement: &Statement| {
-            let (name, _digest) = statement.name().rsplit_once('_').unwrap();
-            name.trim_start_matches("sg_").to_owned()
-        };
-        for (switch, expected) in [
-            ("row-lock", "hold acquire find release extend renew"),
-            ("counter-lock", "hold acquire"),
-            ("advisory-lock", "queue acquire_absent"),
-            ("upsert-condition", "grant acquire acquire_absent"),
-            (
-                "clock",
-                "hold view grant acquire acquire_absent clock update release release_live extend renew look by_key by_id",
-            ),
-            ("durable", "queue acquire_absent extend durable"),
-            ("nothing", ""),
-        ] {
-            let cut = |text: &str| crate::sabotage::cut(text.to_owned(), &|name| name == switch);
-            let changed =
-                all.all().into_iter().filter(|statement| cut(statement.text()) != statement.text()).map(what);
-            assert_eq!(changed.collect::<Vec<_>>().join(" "), expected, "{switch}");
-        }
-    }
-}

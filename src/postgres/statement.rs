@@ -25,18 +25,12 @@ pub(crate) struct Statement {
 
 impl Statement {
     pub(crate) fn new(what: &str, types: &'static [&'static str], text: String) -> Self {
-        let text = crate::sabotage::sql(text);
         let digest = Sha256::digest(text.as_bytes());
         let mut name = format!("sg_{what}_");
         for byte in digest.iter().take(8) {
             let _ = write!(name, "{byte:02x}");
         }
         Self { name, text, types }
-    }
-
-    #[cfg(all(test, feature = "sabotage"))]
-    pub(crate) fn name(&self) -> &str {
-        &self.name
     }
 
     pub(crate) fn text(&self) -> &str {

@@ -7,7 +7,9 @@ use syncguard::{AcquireResult, CancelToken, ExtendResult, Heartbeat, LockOptions
 
 use crate::checker::{Allow, Violation, check};
 use crate::history::{Belief, Blocked, History, Op, Outcome, What, now};
-use crate::storm::{Setup, run};
+use crate::safeguards::without;
+use crate::storm::{Report, Setup, run};
+use crate::support::clock::Clock;
 use crate::support::worker::{self, Parent};
 use crate::support::{Action, Config, LIMIT, Proxy, Server, Worker, wait_until};
 use crate::weather::Fault;
@@ -19,30 +21,32 @@ const SECONDS: u64 = 4;
 const TRIES: u64 = 10;
 
 #[track_caller]
-fn is_caught(sabotage: &[&str], fenced: bool, faults: &[Fault], rule: &str) {
+fn is_caught(missing: &'static str, fenced: bool, faults: &[Fault], rule: &str) {
     let mut others = Vec::new();
     for n in 1..=TRIES {
         let setup = Setup {
             seconds: SECONDS,
             faults,
-            sabotage,
+            without: missing,
+            practice: false,
             fenced,
             seed: crate::seed() + n,
             operation: 700,
             pool: 3,
         };
-        let violations = run(&setup).violations;
+        let Report { violations, rewritten, .. } = run(&setup);
+        assert_eq!(rewritten > 0, !missing.is_empty(), "{missing:?} was taken out");
         let count = violations.iter().filter(|found| found.rule == rule).count();
         if let Some(found) = violations.iter().find(|found| found.rule == rule) {
             println!(
-                "{sabotage:?}, register fenced: {fenced}: caught in storm {n}, {count} × {rule}: {}",
+                "without {missing:?}, register fenced: {fenced}: caught in storm {n}, {count} × {rule}: {}",
                 found.text
             );
             return;
         }
         others.extend(violations);
     }
-    panic!("{sabotage:?} was not noticed in {TRIES} storms; other violations: {others:?}");
+    panic!("without {missing:?}: not noticed in {TRIES} storms; other violations: {others:?}");
 }
 
 /// A contender, which makes the one call that it is told to make, and says what it was told.
@@ -82,7 +86,8 @@ fn row(ends_in_ms: i64) -> String {
 /// Forces a race instead of hoping for it: `contenders` call while a stranger's transaction stands in
 /// their way, which began with `before` and ends once all of them wait for it.
 struct Race<'a> {
-    sabotage: &'a str,
+    /// The safeguards that are taken out, see [`safeguards`](crate::safeguards).
+    without: &'static str,
     messages: &'a str,
     call: &'a str,
     contenders: usize,
@@ -97,17 +102,21 @@ impl Race<'_> {
     fn run(&self) -> (Vec<String>, Vec<Violation>) {
         let server = Server::start(&Config::new());
         drop(PgLockClient::connect(server.url()).unwrap());
+        let proxy = Proxy::start(server.port());
+        let missing = self.without;
+        proxy.rewrite(move |sql| without(missing, sql));
+        let url = proxy.url(server.url());
         let mut contenders: Vec<_> = (0..self.contenders)
             .map(|_| {
-                Worker::start_alone_with(
+                Worker::start_alone(
                     "controls::without_the_upserts_condition_it_is_caught",
                     "contender",
-                    &[("url", server.url()), ("messages", self.messages)],
-                    &[("SYNCGUARD_SABOTAGE", self.sabotage)],
+                    &[("url", &url), ("messages", self.messages)],
                 )
             })
             .collect();
         contenders.iter_mut().for_each(|contender| contender.expect("ready"));
+        assert_eq!(proxy.rewritten() > 0, !missing.is_empty(), "{missing:?} was taken out");
         let mut sql = server.client();
         sql.batch_execute(&self.there).unwrap();
         let mut stranger = server.client();
@@ -149,21 +158,24 @@ impl Race<'_> {
         }
         let violations = check(&history, Allow { recovery: 0 });
         println!(
-            "{:?}, {} in {} messages: {told:?}, {violations:?}",
-            self.sabotage, self.call, self.messages
+            "without {missing:?}, {} in {} messages: {told:?}, {violations:?}",
+            self.call, self.messages
         );
         (told, violations)
     }
 
     /// With all safeguards all is well; without these, it is not.
     #[track_caller]
-    fn catches(&mut self, sabotage: &'static str, rule: &str) {
-        self.sabotage = "";
+    fn catches(&mut self, missing: &'static str, rule: &str) {
+        self.without = "";
         let (told, violations) = self.run();
         assert!(violations.is_empty(), "{told:?}: {violations:?}");
-        self.sabotage = sabotage;
+        self.without = missing;
         let (told, violations) = self.run();
-        assert!(violations.iter().any(|found| found.rule == rule), "{sabotage} was not noticed: {told:?}");
+        assert!(
+            violations.iter().any(|found| found.rule == rule),
+            "without {missing}: not noticed, {told:?}"
+        );
     }
 }
 
@@ -180,7 +192,7 @@ fn answered(process: u32, outcome: Outcome) -> Op {
 
 fn holding_the_row<'a>(call: &'a str, messages: &'a str, ends_in_ms: i64) -> Race<'a> {
     Race {
-        sabotage: "",
+        without: "",
         messages,
         call,
         contenders: 1,
@@ -209,7 +221,7 @@ fn without_the_upserts_condition_it_is_caught() {
     worker::part("contender", contender);
     for messages in ["1", "2"] {
         let (there, stranger) = (String::new(), row(60_000));
-        let mut race = Race { sabotage: "", messages, call: "acquire", contenders: 1, there, stranger };
+        let mut race = Race { without: "", messages, call: "acquire", contenders: 1, there, stranger };
         race.catches("upsert-condition", "overlap");
     }
 }
@@ -238,21 +250,27 @@ fn late_holder(parent: &Parent) {
     parent.say(&answer);
 }
 
-/// The answer to an acquire arrives when the lease is over, and somebody else's.
-fn told_late(sabotage: &str) -> (String, Vec<Violation>) {
+/// The answer to an acquire arrives when the lease is over, and somebody else's. A holder whose clock has
+/// stood still meanwhile counts its deadline from the reply: to it no time has passed since the request.
+fn told_late(clock_stands: bool) -> (String, Vec<Violation>) {
+    const LATE: Duration = Duration::from_secs(5);
     let server = Server::start(&Config::new());
     let client = PgLockClient::connect(server.url()).unwrap();
     let proxy = Proxy::start(server.port());
+    let clock = Clock::new(server.dir()).unwrap();
     let mut holder = Worker::start_alone_with(
         "controls::with_the_deadline_counted_from_the_reply_it_is_caught",
         "late_holder",
         &[("url", &proxy.url(server.url()))],
-        &[("SYNCGUARD_SABOTAGE", sabotage)],
+        &clock.envs(),
     );
     holder.expect("ready");
-    proxy.once("EXECUTE sg_acquire", Action::DelayAnswer(Duration::from_secs(5)));
+    proxy.once("EXECUTE sg_acquire", Action::DelayAnswer(LATE));
     holder.tell("go");
     wait_until(LIMIT, "the first is granted", || client.is_locked("k").unwrap());
+    if clock_stands {
+        clock.set_since_boot(-i64::try_from(LATE.as_millis()).unwrap());
+    }
     let mut beliefs = Vec::new();
     wait_until(LIMIT, "its lease is over, and the next one is granted", || {
         let next = client.acquire("k", TTL).unwrap().acquired();
@@ -265,42 +283,43 @@ fn told_late(sabotage: &str) -> (String, Vec<Violation>) {
         beliefs.push(Belief { from: at, to: at, ..belief(1, fence) });
     }
     let violations = check(&History { beliefs, ..History::default() }, Allow { recovery: 0 });
-    println!("{sabotage:?}, told late: {answer}, {violations:?}");
+    println!("told late, its clock stands: {clock_stands}: {answer}, {violations:?}");
     (answer, violations)
 }
 
 #[test]
 fn with_the_deadline_counted_from_the_reply_it_is_caught() {
     worker::part("late_holder", late_holder);
-    let (answer, violations) = told_late("");
+    let (answer, violations) = told_late(false);
     assert!(violations.is_empty() && answer.starts_with("failed"), "{answer}: {violations:?}");
-    let (answer, violations) = told_late("deadline");
+    let (answer, violations) = told_late(true);
     assert!(violations.iter().any(|found| found.rule == "overlap"), "it was not noticed: {answer}");
 }
 
 #[test]
 fn with_commits_that_do_not_wait_for_the_disk_it_is_caught() {
-    is_caught(&["durable", "durable", "durable"], true, &[Fault::CrashServer], "fence");
+    is_caught("durable", true, &[Fault::CrashServer], "fence");
 }
 
 #[test]
 fn a_register_without_fences_is_caught() {
-    is_caught(&["", "", ""], false, &[Fault::StopHolder], "register");
+    is_caught("", false, &[Fault::StopHolder], "register");
 }
 
 #[test]
 fn without_the_advisory_lock_nothing_is_wrong() {
     let faults = [Fault::Messages, Fault::LockRow, Fault::CrashServer, Fault::StopHolder];
-    let sabotage = ["advisory-lock", "advisory-lock", "advisory-lock"];
     let report = run(&Setup {
         seconds: 2 * SECONDS,
         faults: &faults,
-        sabotage: &sabotage,
+        without: "advisory-lock",
+        practice: false,
         fenced: true,
         seed: crate::seed(),
         operation: 700,
         pool: 3,
     });
+    assert!(report.rewritten > 0, "it was taken out");
     assert!(report.violations.is_empty(), "{:#?}", report.violations);
     assert!(report.leaks.is_empty(), "{:#?}", report.leaks);
 }

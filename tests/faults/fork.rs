@@ -144,7 +144,7 @@ fn a_child_leaves_its_parents_connections_and_leases_alone() {
         "fork::a_child_leaves_its_parents_connections_and_leases_alone",
         "forker",
         &[("url", &schema.url())],
-        &[("LD_PRELOAD", &library.to_string_lossy())],
+        &[("LD_PRELOAD", &library)],
     );
     for line in [
         "own pool: ",

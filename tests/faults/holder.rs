@@ -29,7 +29,7 @@ fn run(parent: &Parent) {
         .auto_create_tables(false)
         .connect(&parent.arg("url"))
         .expect("nothing is sent yet");
-    let (stop, fenced) = (AtomicBool::new(false), number("fenced") == 1);
+    let (stop, fenced, practises) = (AtomicBool::new(false), number("fenced") == 1, number("practice") == 1);
     let (next, direct) = (AtomicU64::new(0), parent.arg("direct"));
     let seed = number("seed");
     parent.say("ready");
@@ -43,6 +43,9 @@ fn run(parent: &Parent) {
                     Holder { parent, client, next, direct, fenced, operation, random, sql: None };
                 while !stop.load(Ordering::SeqCst) {
                     holder.cycle();
+                    if practises && holder.random.below(10) == 0 {
+                        holder.practise(&format!("practice{}-{n}", std::process::id()));
+                    }
                 }
             });
         }
@@ -126,19 +129,7 @@ impl Holder<'_> {
     /// The operations without a guard.
     fn single(&mut self, key: &str, ttl: Duration) {
         let sent = now();
-        let result = self.op(
-            ("acquire", key, 0, ttl),
-            self.operation,
-            || self.client.acquire(key, ttl),
-            |result| match result {
-                Ok(AcquireResult::Acquired(it)) => granted(it.fence.get(), it.expires_at_ms, ttl),
-                Ok(AcquireResult::Locked) => "refused".to_owned(),
-                Err(error) if error.is_outcome_unknown() => {
-                    format!("unknown {}", self.is_there(error.lock_id().unwrap_or_default()))
-                }
-                Err(error) => failed(error),
-            },
-        );
+        let result = self.acquire(key, ttl);
         let Ok(AcquireResult::Acquired(lease)) = result else { return };
         let (fence, mut end) = (lease.fence.get(), sent + as_ns(ttl));
         for _ in 0..self.random.below(12) {
@@ -166,6 +157,52 @@ impl Holder<'_> {
             || self.client.release(&lease.lock_id),
             released,
         );
+    }
+
+    /// Every call often, on a key of its own, until one fails: from the sixteenth on, on one connection, they
+    /// go by the driver's own prepared statements.
+    fn practise(&mut self, key: &str) {
+        for _ in 0..40 {
+            if !self.practised(key, Duration::from_millis(300)) {
+                return;
+            }
+        }
+    }
+
+    fn practised(&self, key: &str, ttl: Duration) -> bool {
+        let result = self.acquire(key, ttl);
+        let Ok(AcquireResult::Acquired(lease)) = result else { return false };
+        let fence = lease.fence.get();
+        let extended = self.op(
+            ("extend", key, fence, ttl),
+            self.operation,
+            || self.client.extend(&lease.lock_id, ttl),
+            |result| extended(result, ttl),
+        );
+        let released = self.op(
+            ("release", key, fence, ttl),
+            self.operation,
+            || self.client.release(&lease.lock_id),
+            released,
+        );
+        extended.is_ok() && released.is_ok()
+    }
+
+    /// One attempt without a guard.
+    fn acquire(&self, key: &str, ttl: Duration) -> Result<AcquireResult, LockError> {
+        self.op(
+            ("acquire", key, 0, ttl),
+            self.operation,
+            || self.client.acquire(key, ttl),
+            |result| match result {
+                Ok(AcquireResult::Acquired(it)) => granted(it.fence.get(), it.expires_at_ms, ttl),
+                Ok(AcquireResult::Locked) => "refused".to_owned(),
+                Err(error) if error.is_outcome_unknown() => {
+                    format!("unknown {}", self.is_there(error.lock_id().unwrap_or_default()))
+                }
+                Err(error) => failed(error),
+            },
+        )
     }
 
     fn guarded(&mut self, key: &str, ttl: Duration) {

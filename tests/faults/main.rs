@@ -15,7 +15,6 @@ mod support;
 mod bounds;
 mod checker;
 mod clock;
-#[cfg(feature = "sabotage")]
 mod controls;
 mod disk;
 mod ends;
@@ -27,6 +26,7 @@ mod late;
 mod page;
 mod pooler;
 mod renewal;
+mod safeguards;
 mod sessions;
 mod storm;
 mod tls;

@@ -1,5 +1,6 @@
-/* A system clock that a test can set: preloaded into the server, it adds to the time of day what the
- * first eight bytes of a file say, in nanoseconds. Clocks that only run forward are left alone. */
+/* System clocks that a test can set: preloaded into a program, it adds to the time of day what the first
+ * eight bytes of a file say, in nanoseconds, and to the time since the start of the machine (CLOCK_BOOTTIME)
+ * what the next eight say. The monotonic clock is left alone. */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <stddef.h>
@@ -11,8 +12,8 @@
 #include <time.h>
 #include <unistd.h>
 
-static volatile int64_t nothing;
-static volatile int64_t *ahead = &nothing;
+static volatile int64_t nothing[2];
+static volatile int64_t *ahead = nothing;
 
 __attribute__((constructor)) static void begin(void)
 {
@@ -20,7 +21,7 @@ __attribute__((constructor)) static void begin(void)
     int file = name ? open(name, O_RDONLY | O_CLOEXEC) : -1;
     if (file < 0)
         return;
-    void *page = mmap(NULL, sizeof *ahead, PROT_READ, MAP_SHARED, file, 0);
+    void *page = mmap(NULL, sizeof nothing, PROT_READ, MAP_SHARED, file, 0);
     if (page != MAP_FAILED)
         ahead = page;
     close(file);
@@ -29,9 +30,10 @@ __attribute__((constructor)) static void begin(void)
 int clock_gettime(clockid_t id, struct timespec *into)
 {
     int result = (int)syscall(SYS_clock_gettime, id, into);
-    if (result == 0 && (id == CLOCK_REALTIME || id == CLOCK_REALTIME_COARSE)) {
+    int day = id == CLOCK_REALTIME || id == CLOCK_REALTIME_COARSE;
+    if (result == 0 && (day || id == CLOCK_BOOTTIME)) {
         const int64_t second = 1000000000;
-        int64_t all = (int64_t)into->tv_sec * second + into->tv_nsec + *ahead;
+        int64_t all = (int64_t)into->tv_sec * second + into->tv_nsec + ahead[day ? 0 : 1];
         into->tv_sec = (time_t)(all / second);
         into->tv_nsec = (long)(all % second);
     }

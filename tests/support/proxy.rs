@@ -12,12 +12,14 @@
 //! The protocol's framing: <https://www.postgresql.org/docs/current/protocol-overview.html>.
 
 use std::collections::{BTreeMap, HashMap};
-use std::io::{self, Read as _, Write as _};
+use std::io::{self, Write as _};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
+
+use super::frames::{query, read_frame, rewritten, text_at};
 
 /// Follows the name of a statement that the driver has bound, where rules see it.
 pub const BOUND: &str = " by Bind";
@@ -73,6 +75,7 @@ pub enum Network {
 }
 
 type Rule = Box<dyn FnMut(&str) -> Action + Send>;
+type Rewrite = Arc<dyn Fn(&str) -> String + Send + Sync>;
 
 /// Dropping it cuts everything.
 pub struct Proxy {
@@ -88,6 +91,8 @@ struct Inner {
 
 struct State {
     rule: Option<Rule>,
+    rewrite: Option<Rewrite>,
+    rewritten: u64,
     network: Network,
     gate_open: bool,
     closing: bool,
@@ -120,6 +125,8 @@ impl Proxy {
         let port = listener.local_addr().expect("a bound socket has an address").port();
         let state = State {
             rule: None,
+            rewrite: None,
+            rewritten: 0,
             network: Network::Open,
             gate_open: false,
             closing: false,
@@ -149,6 +156,17 @@ impl Proxy {
     /// From now on this decides about each query, by its text.
     pub fn on_query(&self, rule: impl FnMut(&str) -> Action + Send + 'static) {
         self.inner.state().rule = Some(Box::new(rule));
+    }
+
+    /// From now on the server gets these texts in the place of those that clients send, of queries and of
+    /// what they prepare. Rules see the texts as they were sent.
+    pub fn rewrite(&self, rewrite: impl Fn(&str) -> String + Send + Sync + 'static) {
+        self.inner.state().rewrite = Some(Arc::new(rewrite));
+    }
+
+    /// How many queries have been changed by that.
+    pub fn rewritten(&self) -> u64 {
+        self.inner.state().rewritten
     }
 
     /// Applies the action to the next query that contains `text`, once.
@@ -262,6 +280,14 @@ impl Inner {
         }
         action
     }
+
+    /// The messages as the server is to get them.
+    fn rewrite(&self, frames: Vec<u8>) -> Vec<u8> {
+        let Some(rewrite) = self.state().rewrite.clone() else { return frames };
+        let (frames, changed) = rewritten(&frames, &*rewrite);
+        self.state().rewritten += u64::from(changed);
+        frames
+    }
 }
 
 fn accept(listener: &TcpListener, inner: &Arc<Inner>) {
@@ -331,6 +357,7 @@ fn pump_queries(
             continue;
         };
         let action = inner.decide(&sql);
+        let frame = inner.rewrite(frame);
         match action {
             Action::CutQueryAt(n) => {
                 server.write_all(frame.get(..n.min(frame.len() - 1)).unwrap_or_default())?;
@@ -470,29 +497,4 @@ impl Queries {
         let (_, name) = before.rsplit_once("PREPARE ")?;
         Some(name.split('(').next().unwrap_or(name).to_owned())
     }
-}
-
-/// The text that ends with a zero.
-fn text_at(frame: &[u8], at: usize) -> String {
-    let text = frame.get(at..).unwrap_or_default().split(|byte| *byte == 0).next().unwrap_or_default();
-    String::from_utf8_lossy(text).into_owned()
-}
-
-/// A simple query as a message.
-fn query(sql: &str) -> Vec<u8> {
-    let length = u32::try_from(sql.len() + 5).unwrap_or(u32::MAX);
-    [b"Q".as_slice(), &length.to_be_bytes(), sql.as_bytes(), b"\0"].concat()
-}
-
-/// One message: a type byte (not in a client's first) and a length that counts itself.
-fn read_frame(stream: &mut TcpStream, first: bool) -> io::Result<Vec<u8>> {
-    let head = if first { 4 } else { 5 };
-    let mut frame = vec![0; head];
-    stream.read_exact(&mut frame)?;
-    let mut length = [0; 4];
-    length.copy_from_slice(&frame[head - 4..]);
-    let body = (u32::from_be_bytes(length) as usize).saturating_sub(4);
-    frame.resize(head + body, 0);
-    stream.read_exact(&mut frame[head..])?;
-    Ok(frame)
 }

@@ -17,6 +17,7 @@
 //! A worker ends when its parent does: its input is a pipe, and a thread of it exits at its end.
 
 use std::env;
+use std::ffi::OsStr;
 use std::io::{self, BufRead as _, BufReader, Write as _};
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::Mutex;
@@ -105,10 +106,15 @@ impl Worker {
     }
 
     /// The same, with variables of the environment as they are.
-    pub fn start_alone_with(test: &str, part: &str, args: &[(&str, &str)], envs: &[(&str, &str)]) -> Self {
+    pub fn start_alone_with(
+        test: &str,
+        part: &str,
+        args: &[(&str, &str)],
+        envs: &[(&str, impl AsRef<OsStr>)],
+    ) -> Self {
         let mut command = Self::command(test, part, args);
         command.env_remove("SYNCGUARD_TEST_URL").env_remove("SYNCGUARD_TEST_SOCKET_URL");
-        command.envs(envs.iter().copied());
+        command.envs(envs.iter().map(|(name, value)| (name, value.as_ref())));
         Self::spawn(command)
     }
 

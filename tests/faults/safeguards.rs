@@ -1,0 +1,108 @@
+//! The safeguards in the library's SQL, and the texts without them: a proxy puts those in the place of
+//! what the library has sent ([`Proxy::rewrite`](crate::support::Proxy::rewrite)).
+//!
+//! | safeguard | what is missing without it |
+//! | --- | --- |
+//! | `row-lock` | decisions on the locked row |
+//! | `counter-lock` | the look whether somebody has the key's counter locked |
+//! | `upsert-condition` | the condition that the upsert repeats |
+//! | `advisory-lock` | the queue of contenders; safety must not depend on it |
+//! | `clock` | the clock after the waits: `now()` stands still from the start of the transaction |
+//! | `durable` | durable commits of acquire and extend |
+
+use std::sync::{Arc, Mutex};
+
+use syncguard::PgLockClient;
+
+use crate::support::{self, Action, Proxy};
+
+const CUTS: [(&str, &str, &str); 11] = [
+    ("row-lock", " FOR UPDATE OF l SKIP LOCKED", ""),
+    ("counter-lock", " FOR NO KEY UPDATE OF c SKIP LOCKED", ""),
+    ("row-lock", " FOR UPDATE OF l", ""),
+    ("row-lock", " FOR UPDATE SKIP LOCKED", ""),
+    ("row-lock", " FOR UPDATE", ""),
+    ("advisory-lock", "pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext($1)::pg_catalog.int8)", "$1"),
+    (
+        "advisory-lock",
+        "pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext($1)::pg_catalog.int8)",
+        "true",
+    ),
+    (
+        "upsert-condition",
+        "ON CONFLICT (key) DO NOTHING",
+        "ON CONFLICT (key) DO UPDATE SET lock_id = EXCLUDED.lock_id, expires_at_ms = EXCLUDED.expires_at_ms, \
+         acquired_at_ms = EXCLUDED.acquired_at_ms, fence = EXCLUDED.fence",
+    ),
+    ("clock", "pg_catalog.clock_timestamp()", "pg_catalog.now()"),
+    ("durable", "ARRAY['off', 'local']", "ARRAY['on', 'local']"),
+    ("durable", "'synchronous_commit', 'on'", "'synchronous_commit', 'off'"),
+];
+
+/// The end of the upsert's assignments: its condition follows, up to [`RETURNING`].
+const UPSERT: &str = "user_key = EXCLUDED.user_key";
+const RETURNING: &str = " RETURNING ";
+
+/// The text without these safeguards, which are named with commas between them.
+pub fn without(safeguards: &str, text: &str) -> String {
+    let missing = |safeguard: &str| safeguards.split(',').any(|name| name == safeguard);
+    let mut text = text.to_owned();
+    for (_, there, instead) in CUTS.iter().filter(|(safeguard, ..)| missing(safeguard)) {
+        text = text.replace(there, instead);
+    }
+    if !missing("upsert-condition") {
+        return text;
+    }
+    let mut upserts = text.split(UPSERT);
+    let mut out = upserts.next().unwrap_or_default().to_owned();
+    for after in upserts {
+        out.push_str(UPSERT);
+        out.push_str(after.find(RETURNING).map_or(after, |end| &after[end..]));
+    }
+    out
+}
+
+/// A control that takes nothing out of a new statement would show nothing about it. So every statement
+/// that has a safeguard is named here, and no other.
+#[test]
+fn each_safeguard_is_taken_out_of_every_statement_that_has_it() {
+    let schema = support::schema();
+    PgLockClient::connect(&schema.url()).unwrap().setup_schema().unwrap();
+    let proxy = Proxy::start(support::server().port());
+    let said = Arc::new(Mutex::new(String::new()));
+    let there = Arc::clone(&said);
+    proxy.on_query(move |sql| {
+        there.lock().unwrap().push_str(sql);
+        Action::Pass
+    });
+    let client =
+        PgLockClient::builder().auto_create_tables(false).connect(&proxy.url(&schema.url())).unwrap();
+    client.is_locked("k").unwrap();
+    let said = said.lock().unwrap();
+    // A connection prepares all statements at its first use.
+    let statements: Vec<(&str, &str)> = said
+        .split("PREPARE sg_")
+        .skip(1)
+        .map(|text| {
+            (text.split(['(', ' ']).next().unwrap_or_default(), text.split(';').next().unwrap_or_default())
+        })
+        .map(|(name, text)| (name.rsplit_once('_').map_or(name, |(what, _digest)| what), text))
+        .collect();
+    assert_eq!(statements.len(), 19, "{statements:?}");
+    for (safeguard, expected) in [
+        ("row-lock", "hold acquire find release extend renew"),
+        ("counter-lock", "hold acquire"),
+        ("advisory-lock", "queue acquire_absent"),
+        ("upsert-condition", "grant acquire acquire_absent"),
+        (
+            "clock",
+            "hold view grant acquire acquire_absent clock update release release_live extend renew look by_key by_id",
+        ),
+        ("durable", "queue acquire_absent extend durable"),
+        ("nothing", ""),
+    ] {
+        let changed = statements.iter().filter(|(_, text)| without(safeguard, text) != **text);
+        let changed: Vec<_> = changed.map(|(name, _)| *name).collect();
+        assert_eq!(changed.join(" "), expected, "{safeguard}");
+    }
+}
