@@ -319,6 +319,26 @@ fn several_clients_share_one_pool() {
     assert!(sessions(&mut schema.client(), &app) <= 5);
 }
 
+#[test]
+fn clients_with_different_tables_on_one_pool_keep_their_prepared_statements() {
+    let schema = support::schema();
+    let app = app(&schema);
+    let pool = callers_pool(&schema, &app, 1);
+    let tables = |name: &str| {
+        PgLockClient::builder()
+            .table_name(format!("{name}_locks"))
+            .fence_table_name(format!("{name}_counters"))
+    };
+    let clients = ["a", "b"].map(|name| tables(name).build(pool.clone()).unwrap());
+    for round in 1..=3 {
+        assert_eq!(clients.each_ref().map(|client| cycle(client, "k")), [round, round]);
+    }
+    // Otherwise the second client's statements are written out each time, and so are the first one's.
+    let prepared = "SELECT count(*) FROM pg_prepared_statements WHERE name LIKE 'sg\\_acquire\\_absent%'";
+    let found: i64 = pool.get().unwrap().query_one(prepared, &[]).unwrap().get(0);
+    assert_eq!(found, 2, "one for each pair of tables");
+}
+
 /// Calls with a bound of minutes, and says how the call failed, if it did so at once.
 #[track_caller]
 fn refused_at_once(url: &str) -> LockError {

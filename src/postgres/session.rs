@@ -101,7 +101,7 @@ impl<'a> Session<'a> {
         self.settled_ms = settled_ms;
         let memo = self.connection()?.memo();
         memo.settled_ms = settled_ms;
-        memo.remember(&missing, backend);
+        memo.remember(statements, backend);
         Ok(())
     }
 

@@ -21,6 +21,8 @@ pub(crate) struct Statement {
     name: String,
     text: String,
     types: &'static [&'static str],
+    /// The digest that the name carries.
+    digest: u64,
 }
 
 impl Statement {
@@ -30,7 +32,8 @@ impl Statement {
         for byte in digest.iter().take(8) {
             let _ = write!(name, "{byte:02x}");
         }
-        Self { name, text, types }
+        let digest = digest.iter().take(8).fold(0, |all, byte| (all << 8) | u64::from(*byte));
+        Self { name, text, types, digest }
     }
 
     pub(crate) fn text(&self) -> &str {
@@ -235,6 +238,8 @@ impl<'a> Message<'a> {
 #[derive(Default)]
 pub(crate) struct Memo {
     prepared: HashSet<String>,
+    /// The sets of statements of which it has all, see [`set_of`].
+    sets: HashSet<u64>,
     /// What is called often, by the name of the statement.
     handles: HashMap<String, Handle>,
     /// Prepared statements do not stay on this connection: write everything out.
@@ -300,11 +305,16 @@ pub(crate) fn began(column: &str) -> String {
     format!("(EXTRACT(EPOCH FROM {column}) OPERATOR(pg_catalog.*) 1000000)::pg_catalog.int8")
 }
 
+/// A number for these statements together: two sets may share some of them, as clients with different
+/// tables do on a caller's connection.
+fn set_of(statements: &[&Statement]) -> u64 {
+    statements.iter().fold(0, |all, statement| all.rotate_left(7) ^ statement.digest)
+}
+
 impl Memo {
     /// The statements that this connection has yet to prepare.
     pub(crate) fn missing<'s>(&self, statements: &[&'s Statement]) -> Vec<&'s Statement> {
-        // Sets of statements are prepared together: who has the last one has all of them.
-        if self.plain || statements.last().is_none_or(|last| self.prepared.contains(&last.name)) {
+        if self.plain || self.sets.contains(&set_of(statements)) {
             return Vec::new();
         }
         statements.iter().copied().filter(|s| !self.prepared.contains(&s.name)).collect()
@@ -324,8 +334,10 @@ impl Memo {
         ))
     }
 
-    pub(crate) fn remember(&mut self, prepared: &[&Statement], backend: Option<Arc<Backend>>) {
-        self.prepared.extend(prepared.iter().map(|s| s.name.clone()));
+    /// Notes that this connection has all of these statements.
+    pub(crate) fn remember(&mut self, statements: &[&Statement], backend: Option<Arc<Backend>>) {
+        self.prepared.extend(statements.iter().map(|s| s.name.clone()));
+        self.sets.insert(set_of(statements));
         self.backend = backend;
     }
 
@@ -351,6 +363,7 @@ impl Memo {
     /// Prepared statements are gone (`DISCARD ALL`, a pooler): prepare again, or give up on it.
     pub(crate) fn forget(&mut self) {
         self.prepared.clear();
+        self.sets.clear();
         self.handles.clear();
         self.vanished = self.vanished.saturating_add(1);
         self.plain |= self.vanished >= 2;
@@ -391,6 +404,18 @@ mod tests {
             (Statement::new("x", &[], "SELECT 1".into()), Statement::new("x", &[], "SELECT 2".into()));
         assert_ne!(a.name, b.name);
         assert!(a.name.len() < 63);
+    }
+
+    #[test]
+    fn a_set_that_shares_a_statement_with_another_is_not_complete_with_that() {
+        let statement = |text: &str| Statement::new("x", &[], text.into());
+        let (a, b, both) = (statement("SELECT 1"), statement("SELECT 2"), statement("SELECT 3"));
+        let mut memo = Memo::default();
+        memo.remember(&[&a, &both], None);
+        let missing: Vec<_> = memo.missing(&[&b, &both]).iter().map(|s| s.text().to_owned()).collect();
+        assert_eq!(missing, ["SELECT 2"]);
+        memo.remember(&[&b, &both], None);
+        assert!(memo.missing(&[&a, &both]).is_empty() && memo.missing(&[&b, &both]).is_empty());
     }
 
     #[test]
