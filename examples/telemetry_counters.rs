@@ -58,9 +58,9 @@ fn main() -> syncguard::Result<()> {
         running.into_iter().try_for_each(|thread| thread.join().unwrap_or(Ok(())))
     })?;
 
-    locks.flush(Duration::from_secs(1));
+    locks.handle().flush(Duration::from_secs(1));
     counters.print();
-    println!("lock_events_dropped_total {}", locks.dropped());
+    println!("lock_events_dropped_total {}", locks.handle().dropped());
     Ok(())
 }
 

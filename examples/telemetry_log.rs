@@ -63,6 +63,6 @@ fn main() -> syncguard::Result<()> {
     let _ = locks.acquire("", ttl, &never); // InvalidArgument
 
     // The drop of `locks` would wait for the lines as well.
-    locks.flush(Duration::from_secs(1));
+    locks.handle().flush(Duration::from_secs(1));
     Ok(())
 }

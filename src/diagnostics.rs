@@ -22,8 +22,8 @@
 //! # Ok::<(), syncguard::LockError>(())
 //! ```
 //!
-//! Each function exists twice: `get_by_key(&backend, key)`, and `get_by_key_cancellable(&backend,
-//! key, &token)`, which ends with [`Aborted`](crate::ErrorCode::Aborted) when the token fires.
+//! A look that a token shall end is [`LockBackend::lookup`] itself, or one of a client's own methods on
+//! [`cancellable`](crate::LockClient::cancellable).
 
 use crate::backend::{LockBackend, LockInfo, LockInfoDebug, Lookup};
 use crate::cancel::CancelToken;
@@ -41,24 +41,7 @@ use crate::error::Result;
 ///
 /// None.
 pub fn get_by_key<B: LockBackend + ?Sized>(backend: &B, key: &str) -> Result<Option<LockInfo>> {
-    get_by_key_cancellable(backend, key, &CancelToken::never())
-}
-
-/// [`get_by_key`] that a token can end.
-///
-/// # Blocking
-///
-/// At most the `operation_timeout` of the backend.
-///
-/// # Cancellation
-///
-/// By the token.
-pub fn get_by_key_cancellable<B: LockBackend + ?Sized>(
-    backend: &B,
-    key: &str,
-    cancel: &CancelToken,
-) -> Result<Option<LockInfo>> {
-    backend.lookup(Lookup::Key(key), cancel)
+    backend.lookup(Lookup::Key(key), &CancelToken::never())
 }
 
 /// The live lease with this lock id. An expired one and none at all are both `None`.
@@ -73,24 +56,7 @@ pub fn get_by_key_cancellable<B: LockBackend + ?Sized>(
 ///
 /// None.
 pub fn get_by_id<B: LockBackend + ?Sized>(backend: &B, lock_id: &str) -> Result<Option<LockInfo>> {
-    get_by_id_cancellable(backend, lock_id, &CancelToken::never())
-}
-
-/// [`get_by_id`] that a token can end.
-///
-/// # Blocking
-///
-/// At most the `operation_timeout` of the backend.
-///
-/// # Cancellation
-///
-/// By the token.
-pub fn get_by_id_cancellable<B: LockBackend + ?Sized>(
-    backend: &B,
-    lock_id: &str,
-    cancel: &CancelToken,
-) -> Result<Option<LockInfo>> {
-    backend.lookup(Lookup::LockId(lock_id), cancel)
+    backend.lookup(Lookup::LockId(lock_id), &CancelToken::never())
 }
 
 /// [`get_by_key`] with the raw key (its NFC form) and the raw lock id.
@@ -106,24 +72,7 @@ pub fn get_by_id_cancellable<B: LockBackend + ?Sized>(
 ///
 /// None.
 pub fn get_by_key_raw<B: LockBackend + ?Sized>(backend: &B, key: &str) -> Result<Option<LockInfoDebug>> {
-    get_by_key_raw_cancellable(backend, key, &CancelToken::never())
-}
-
-/// [`get_by_key_raw`] that a token can end. **Sensitive**, as that is.
-///
-/// # Blocking
-///
-/// At most the `operation_timeout` of the backend.
-///
-/// # Cancellation
-///
-/// By the token.
-pub fn get_by_key_raw_cancellable<B: LockBackend + ?Sized>(
-    backend: &B,
-    key: &str,
-    cancel: &CancelToken,
-) -> Result<Option<LockInfoDebug>> {
-    backend.lookup_raw(Lookup::Key(key), cancel)
+    backend.lookup_raw(Lookup::Key(key), &CancelToken::never())
 }
 
 /// [`get_by_id`] with the raw key (its NFC form) and the raw lock id.
@@ -139,24 +88,7 @@ pub fn get_by_key_raw_cancellable<B: LockBackend + ?Sized>(
 ///
 /// None.
 pub fn get_by_id_raw<B: LockBackend + ?Sized>(backend: &B, lock_id: &str) -> Result<Option<LockInfoDebug>> {
-    get_by_id_raw_cancellable(backend, lock_id, &CancelToken::never())
-}
-
-/// [`get_by_id_raw`] that a token can end. **Sensitive**, as that is.
-///
-/// # Blocking
-///
-/// At most the `operation_timeout` of the backend.
-///
-/// # Cancellation
-///
-/// By the token.
-pub fn get_by_id_raw_cancellable<B: LockBackend + ?Sized>(
-    backend: &B,
-    lock_id: &str,
-    cancel: &CancelToken,
-) -> Result<Option<LockInfoDebug>> {
-    backend.lookup_raw(Lookup::LockId(lock_id), cancel)
+    backend.lookup_raw(Lookup::LockId(lock_id), &CancelToken::never())
 }
 
 /// Whether a live lease has this lock id. It changes nothing, unlike an extend, which is no way to ask.
@@ -183,22 +115,5 @@ pub fn get_by_id_raw_cancellable<B: LockBackend + ?Sized>(
 ///
 /// None.
 pub fn owns<B: LockBackend + ?Sized>(backend: &B, lock_id: &str) -> Result<bool> {
-    owns_cancellable(backend, lock_id, &CancelToken::never())
-}
-
-/// [`owns`] that a token can end.
-///
-/// # Blocking
-///
-/// At most the `operation_timeout` of the backend.
-///
-/// # Cancellation
-///
-/// By the token.
-pub fn owns_cancellable<B: LockBackend + ?Sized>(
-    backend: &B,
-    lock_id: &str,
-    cancel: &CancelToken,
-) -> Result<bool> {
-    Ok(get_by_id_cancellable(backend, lock_id, cancel)?.is_some())
+    Ok(get_by_id(backend, lock_id)?.is_some())
 }

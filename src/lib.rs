@@ -167,10 +167,7 @@ pub use backend::{
 };
 pub use cancel::CancelToken;
 pub use client::{PgLockClient, PgLockClientBuilder};
-pub use diagnostics::{
-    get_by_id, get_by_id_cancellable, get_by_id_raw, get_by_id_raw_cancellable, get_by_key,
-    get_by_key_cancellable, get_by_key_raw, get_by_key_raw_cancellable, owns, owns_cancellable,
-};
+pub use diagnostics::{get_by_id, get_by_id_raw, get_by_key, get_by_key_raw, owns};
 pub use error::{ErrorCode, LockError, Result};
 pub use lock::{
     Backoff, ClientSettings, CloseReport, DEFAULT_MAX_RETRIES, DEFAULT_RETRY_DELAY, DEFAULT_TIMEOUT,

@@ -160,7 +160,7 @@ fn the_calls_of_guards_are_reported_like_the_operations_they_stand_for() {
     assert_eq!(next(&events).operation, Operation::Lookup);
     let _ = backend.release_by(id, deadline).unwrap();
     assert_eq!(next(&events).operation, Operation::Release);
-    assert!(backend.flush(LIMIT));
+    assert!(backend.handle().flush(LIMIT));
     assert!(events.try_recv().is_err(), "nothing else was reported");
 }
 
@@ -247,7 +247,7 @@ fn raw_values_appear_only_where_the_options_permit_and_never_in_debug() {
     assert!(next(&events).key.is_none());
     let _ = backend.release(&id, &never()).unwrap();
     assert!(next(&events).lock_id.is_none());
-    assert_eq!(backend.panics(), 0, "a panic of the predicate is not one of the callback");
+    assert_eq!(backend.handle().panics(), 0, "a panic of the predicate is not one of the callback");
     assert_eq!(seen.lock().unwrap()[0], (None, Some(hash_key("k"))), "it sees the event without raw values");
 }
 

@@ -35,7 +35,7 @@
 //! let _lease = backend.acquire("payment:42", Duration::from_secs(30), &never)?;
 //! let _again = backend.acquire("payment:42", Duration::from_secs(30), &never)?;
 //!
-//! assert!(backend.flush(Duration::from_secs(5)));
+//! assert!(backend.handle().flush(Duration::from_secs(5)));
 //! assert_eq!(*lines.lock().unwrap(), ["acquire ok", "acquire fail"]);
 //! # Ok::<(), syncguard::LockError>(())
 //! ```
@@ -86,42 +86,10 @@ impl<B> Telemetry<B> {
         &self.inner
     }
 
-    /// The counts and the flush, to keep apart from the backend.
+    /// What became of the events: how many were delivered and dropped, and the wait for those on their way.
     #[must_use]
     pub fn handle(&self) -> TelemetryHandle {
         self.sink.handle()
-    }
-
-    /// Waits until the callback has had all events up to now, for at most `timeout`; whether it
-    /// has. In the callback itself the answer is `false`, at once.
-    ///
-    /// # Blocking
-    ///
-    /// At most `timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// None.
-    pub fn flush(&self, timeout: Duration) -> bool {
-        self.handle().flush(timeout)
-    }
-
-    /// How many events the callback has had, those in which it panicked included.
-    #[must_use]
-    pub fn delivered(&self) -> u64 {
-        self.handle().delivered()
-    }
-
-    /// How many events were dropped because the callback was too slow.
-    #[must_use]
-    pub fn dropped(&self) -> u64 {
-        self.handle().dropped()
-    }
-
-    /// In how many events the callback panicked.
-    #[must_use]
-    pub fn panics(&self) -> u64 {
-        self.handle().panics()
     }
 
     fn report<T>(

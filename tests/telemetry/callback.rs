@@ -12,11 +12,11 @@ fn a_callback_that_hangs_delays_nothing_and_what_does_not_fit_is_dropped() {
         assert!(!backend.is_locked("k", &never()).unwrap());
     }
     // One may be in the callback's hands beside the four that wait.
-    assert!((95..=96).contains(&backend.dropped()), "{}", backend.dropped());
-    assert!(!backend.flush(Duration::from_millis(1)), "what waits has not been delivered");
+    assert!((95..=96).contains(&backend.handle().dropped()), "{}", backend.handle().dropped());
+    assert!(!backend.handle().flush(Duration::from_millis(1)), "what waits has not been delivered");
     door.open();
-    assert!(backend.flush(LIMIT));
-    assert_eq!(backend.delivered() + backend.dropped(), 100);
+    assert!(backend.handle().flush(LIMIT));
+    assert_eq!(backend.handle().delivered() + backend.handle().dropped(), 100);
 }
 
 #[test]
@@ -34,15 +34,15 @@ fn a_flush_does_not_count_events_that_were_refused_later() {
     arrived.recv_timeout(LIMIT).unwrap();
     look();
     std::thread::scope(|scope| {
-        let flush = scope.spawn(|| backend.flush(Duration::from_millis(200)));
+        let flush = scope.spawn(|| backend.handle().flush(Duration::from_millis(200)));
         for _ in 0..50 {
             look();
         }
         assert!(!flush.join().unwrap(), "two events are not delivered, however many are dropped");
     });
     door.open();
-    assert!(backend.flush(LIMIT));
-    assert_eq!((backend.delivered(), backend.dropped()), (2, 50));
+    assert!(backend.handle().flush(LIMIT));
+    assert_eq!((backend.handle().delivered(), backend.handle().dropped()), (2, 50));
 }
 
 #[test]
@@ -61,8 +61,8 @@ fn a_callback_that_panics_fails_nothing_and_is_called_again() {
         assert_eq!(backend.inner().counter("k"), Some(n));
         assert_eq!(backend.release(&id, &never()).unwrap(), syncguard::ReleaseOutcome::Released);
     }
-    assert!(backend.flush(LIMIT));
-    assert_eq!((backend.panics(), calls.load(Ordering::SeqCst)), (20, 20));
+    assert!(backend.handle().flush(LIMIT));
+    assert_eq!((backend.handle().panics(), calls.load(Ordering::SeqCst)), (20, 20));
 }
 
 #[test]
@@ -73,14 +73,14 @@ fn a_callback_may_use_the_backend_it_reports() {
         let backend = inside.lock().unwrap().upgrade();
         if let (Operation::Acquire, Some(backend)) = (event.operation, backend) {
             assert!(backend.is_locked("k", &CancelToken::never()).unwrap());
-            assert!(!backend.flush(LIMIT), "a callback cannot wait for itself");
+            assert!(!backend.handle().flush(LIMIT), "a callback cannot wait for itself");
         }
     });
     let backend = Arc::new(with_telemetry(MemoryBackend::manual(), options));
     *slot.lock().unwrap() = Arc::downgrade(&backend);
     let _id = acquire(&backend, "k");
-    wait_until("both events", || backend.delivered() == 2);
-    assert_eq!(backend.panics(), 0);
+    wait_until("both events", || backend.handle().delivered() == 2);
+    assert_eq!(backend.handle().panics(), 0);
 }
 
 #[test]
@@ -152,7 +152,7 @@ fn no_thread_is_started_before_the_first_event() {
     });
     let backend = with_telemetry(MemoryBackend::manual(), options);
     let _ = backend.peek("k", backend.clock().now().after(TTL), &never()).unwrap();
-    assert!(backend.flush(Duration::ZERO), "there is nothing to wait for");
+    assert!(backend.handle().flush(Duration::ZERO), "there is nothing to wait for");
     drop(backend);
     assert_eq!(Arc::strong_count(&marker), 1);
 }
@@ -161,8 +161,8 @@ fn no_thread_is_started_before_the_first_event() {
 fn with_no_room_everything_is_dropped() {
     let (backend, events) = watched(|options| options.queue_capacity(0));
     let _id = acquire(&backend, "k");
-    assert!(backend.flush(LIMIT));
-    assert_eq!((backend.dropped(), backend.delivered()), (1, 0));
+    assert!(backend.handle().flush(LIMIT));
+    assert_eq!((backend.handle().dropped(), backend.handle().delivered()), (1, 0));
     drop(backend);
     assert!(events.recv().is_err());
 }
@@ -182,16 +182,16 @@ fn many_threads_lose_no_event_and_count_each_once() {
                 start.wait();
                 for _ in 0..2000 {
                     let _ = backend.is_locked("k", &never()).unwrap();
-                    if backend.delivered().is_multiple_of(64) {
-                        let _ = backend.flush(Duration::from_millis(1));
+                    if backend.handle().delivered().is_multiple_of(64) {
+                        let _ = backend.handle().flush(Duration::from_millis(1));
                     }
                 }
             });
         }
     });
-    assert!(backend.flush(LIMIT));
-    assert_eq!(backend.delivered() + backend.dropped(), 16_000);
-    assert_eq!(backend.delivered(), seen.load(Ordering::SeqCst));
+    assert!(backend.handle().flush(LIMIT));
+    assert_eq!(backend.handle().delivered() + backend.handle().dropped(), 16_000);
+    assert_eq!(backend.handle().delivered(), seen.load(Ordering::SeqCst));
 }
 
 #[test]
