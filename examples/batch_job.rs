@@ -171,7 +171,7 @@ fn run(job: &Job) -> Result<u8, LockError> {
     let locked = match job.wait {
         None => client.lock_with(&job.key, &options.wait_forever()).map(Some),
         Some(Duration::ZERO) => client.try_lock_with(&job.key, &options),
-        Some(wait) => client.lock_with(&job.key, &options.timeout(wait).max_retries(u32::MAX)).map(Some),
+        Some(wait) => client.lock_with(&job.key, &options.timeout(wait)).map(Some),
     };
     let guard = match locked {
         Ok(Some(guard)) => guard,

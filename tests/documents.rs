@@ -10,6 +10,7 @@ mod source;
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use source::walk;
 
@@ -209,4 +210,37 @@ fn a_record_is_short_and_in_the_list() {
         let title = text.lines().next().and_then(|line| line.split_once(". ")).expect("a title").1;
         assert!(list.contains(&format!("]({name}) | {title} |")), "the list lacks {name}: {title}");
     });
+}
+
+/// A version such as 1.88 or 1.87.0, for comparison.
+fn version(text: &str) -> Vec<u32> {
+    let mut parts: Vec<u32> = text.split('.').map(|part| part.parse().expect("a version of Rust")).collect();
+    parts.resize(3, 0);
+    parts
+}
+
+#[test]
+fn every_locked_dependency_builds_with_the_rust_that_is_claimed() {
+    let claimed = env!("CARGO_PKG_RUST_VERSION");
+    assert!(read("README.md").contains(&format!("It needs Rust {claimed} ")), "README names another Rust");
+    let compiler = Command::new("rustc").arg("-vV").output().expect("rustc runs");
+    let compiler = String::from_utf8(compiler.stdout).expect("text");
+    let host = compiler.lines().find_map(|line| line.strip_prefix("host: ")).expect("a host");
+    let metadata = Command::new(env!("CARGO"))
+        .args(["metadata", "--locked", "--format-version=1", "--all-features", "--filter-platform", host])
+        .current_dir(top())
+        .output()
+        .expect("cargo runs");
+    assert!(metadata.status.success(), "{}", String::from_utf8_lossy(&metadata.stderr));
+    let metadata: serde_json::Value = serde_json::from_slice(&metadata.stdout).expect("valid JSON");
+    let packages = metadata["packages"].as_array().expect("packages");
+    let stated: Vec<(String, &str)> = packages
+        .iter()
+        .filter_map(|package| {
+            Some((format!("{} {}", package["name"], package["version"]), package["rust_version"].as_str()?))
+        })
+        .collect();
+    assert!(stated.len() > 50, "the dependencies say what they need: {stated:?}");
+    let newer: Vec<_> = stated.iter().filter(|(_, needs)| version(needs) > version(claimed)).collect();
+    assert!(newer.is_empty(), "Rust {claimed} is claimed, and Cargo.lock has what needs more: {newer:?}");
 }

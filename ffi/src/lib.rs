@@ -152,7 +152,7 @@ pub unsafe extern "C" fn syncguard_lock(
             0 => options(ttl_ms),
             SYNCGUARD_FOREVER => options(ttl_ms).wait_forever(),
             // The time alone decides, not the number of retries.
-            _ => options(ttl_ms).timeout(Duration::from_millis(timeout_ms)).max_retries(u32::MAX),
+            _ => options(ttl_ms).timeout(Duration::from_millis(timeout_ms)),
         };
         let guard = client.0.lock_with(key, &options)?;
         // SAFETY: `clear` found it not NULL.

@@ -112,9 +112,10 @@ impl LockOptions {
     }
 
     /// How long `lock` may take in all: queueing, attempts and the waits between them. Default
-    /// [`DEFAULT_TIMEOUT`]. No other option lengthens it, but [`max_retries`](Self::max_retries) may
-    /// end the wait sooner: raise it together with a timeout of a minute and more. `try_lock` does
-    /// not wait and ignores it.
+    /// [`DEFAULT_TIMEOUT`]. A timeout that is set here is waited out: it lifts the *default* limit of
+    /// retries. A limit that was set with [`max_retries`](Self::max_retries) still ends the wait, in
+    /// whatever order the two are set. No other option lengthens it. `try_lock` does not wait and
+    /// ignores it.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = Some(Timeout::After(timeout));
         self
@@ -128,8 +129,10 @@ impl LockOptions {
     }
 
     /// How often `lock` tries again: it makes at most this many attempts and one more. Default
-    /// [`DEFAULT_MAX_RETRIES`]: with the default waits between them they are used up after 51 to 102
-    /// s, with [`Backoff::Fixed`] after half a second to a second.
+    /// [`DEFAULT_MAX_RETRIES`] where neither [`timeout`](Self::timeout) nor
+    /// [`wait_forever`](Self::wait_forever) was called, otherwise no limit. With the default waits
+    /// between them ten retries are used up after 51 to 102 s, with [`Backoff::Fixed`] after half a
+    /// second to a second.
     ///
     /// Time in this process's queue and attempts that a release in this process called for are free.
     pub fn max_retries(mut self, retries: u32) -> Self {
@@ -244,15 +247,13 @@ impl LockOptions {
             Some(Timeout::After(timeout)) => Some(timeout),
             Some(Timeout::Never) => None,
         };
-        let retries = self.max_retries.map(u64::from);
+        // Whoever says how long to wait, or for ever, has not asked for a number of tries.
+        let default_retries =
+            if self.timeout.is_none() { u64::from(DEFAULT_MAX_RETRIES) } else { u64::MAX - 1 };
         Ok(Plan {
             ttl,
             timeout,
-            max_attempts: match (retries, timeout) {
-                (Some(retries), _) => retries + 1,
-                (None, Some(_)) => u64::from(DEFAULT_MAX_RETRIES) + 1,
-                (None, None) => u64::MAX,
-            },
+            max_attempts: self.max_retries.map_or(default_retries, u64::from) + 1,
             delays: Delays {
                 base: self.retry_delay.unwrap_or(DEFAULT_RETRY_DELAY),
                 backoff: self.backoff,
@@ -432,11 +433,15 @@ mod tests {
     }
 
     #[test]
-    fn waiting_for_ever_lifts_only_the_default_limit_of_retries() {
-        assert_eq!(LockOptions::new().wait_forever().plan().unwrap().max_attempts, u64::MAX);
+    fn a_stated_wait_lifts_only_the_default_limit_of_retries() {
+        for options in [LockOptions::new().wait_forever(), LockOptions::new().timeout(DEFAULT_TIMEOUT)] {
+            assert_eq!(options.plan().unwrap().max_attempts, u64::MAX);
+        }
         for options in [
             LockOptions::new().wait_forever().max_retries(3),
             LockOptions::new().max_retries(3).wait_forever(),
+            LockOptions::new().timeout(DEFAULT_TIMEOUT).max_retries(3),
+            LockOptions::new().max_retries(3).timeout(DEFAULT_TIMEOUT),
         ] {
             assert_eq!(options.plan().unwrap().max_attempts, 4);
         }

@@ -156,7 +156,9 @@ pub(crate) fn guard_runtime<R>(call: impl FnOnce() -> R) -> Result<R> {
 /// and the process aborts. Waiting for nothing panics where the driver would, and holds nothing.
 pub(crate) fn check_runtime() -> Result<()> {
     let Ok(handle) = tokio::runtime::Handle::try_current() else { return Ok(()) };
-    std::panic::catch_unwind(|| handle.block_on(async {})).map_err(|_| blocked_in_runtime())
+    // Asserted: a handle of tokio 1.27 is not known to be unwind safe, and is not used after a panic.
+    let call = std::panic::AssertUnwindSafe(|| handle.block_on(async {}));
+    std::panic::catch_unwind(call).map_err(|_| blocked_in_runtime())
 }
 
 fn blocked_in_runtime() -> LockError {

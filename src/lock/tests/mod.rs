@@ -9,7 +9,9 @@ use std::time::Duration;
 
 use super::fake::{Fake, Script, eventually};
 use super::wake::guard;
-use super::{ClientSettings, Heartbeat, Jitter, LockClient, LockOptions, ReleaseErrorContext, ReleaseSource};
+use super::{
+    Backoff, ClientSettings, Heartbeat, Jitter, LockClient, LockOptions, ReleaseErrorContext, ReleaseSource,
+};
 use crate::backend::{ExtendResult, Heard, LostReason, ReleaseResult};
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError};

@@ -31,6 +31,27 @@ fn attempts_are_one_and_the_retries_and_the_error_says_how_many() {
 }
 
 #[test]
+fn a_stated_timeout_is_waited_out_however_many_tries_that_takes() {
+    let (fake, clock) = Fake::manual();
+    fake.occupy("k", s(36_000));
+    let client = client(&fake);
+    let start = clock.now();
+    let options = LockOptions::new().timeout(s(120)).backoff(Backoff::Fixed).retry_delay(s(5));
+    let waiter = thread::spawn(move || client.lock_with("k", &options));
+    eventually("the first attempt", || fake.count("attempt") == 1);
+    eventually("the end", || {
+        if clock.now() < start.after(s(120)) {
+            clock.advance(s(2));
+        }
+        waiter.is_finished()
+    });
+    let error = waiter.join().unwrap().unwrap_err();
+    assert_eq!(error.code(), ErrorCode::AcquisitionTimeout);
+    assert!(clock.now() >= start.after(s(120)), "it ended early: {error}");
+    assert!(fake.count("peek") > 10, "it went on looking: {error}");
+}
+
+#[test]
 fn no_pause_is_longer_than_the_timeout_and_no_call_has_a_later_deadline() {
     let (fake, clock) = Fake::manual();
     fake.occupy("k", s(3600));
