@@ -1,16 +1,18 @@
 -- The two tables of syncguard. This file is the only DDL: `setup_schema()` runs it for the configured
 -- names, a migration may run it as it is. It can be run any number of times.
 --
--- Row for row what every SyncGuard client for PostgreSQL uses.
+-- Row for row what every SyncGuard client for PostgreSQL uses. COLLATE "C" keeps the indexes in order
+-- whatever becomes of the database's collation: in one that a system upgrade has changed, keys that are
+-- held are not found any more, and counters begin anew.
 
 -- One row per held key. A row whose lease is over stays until it is taken over or cleaned up.
 CREATE TABLE IF NOT EXISTS "syncguard_locks" (
-    "key" TEXT PRIMARY KEY,              -- the stored key: the caller's in NFC, or its hash
-    "lock_id" TEXT NOT NULL,             -- 22 characters; whoever knows it can release the lock
+    "key" TEXT COLLATE "C" PRIMARY KEY,  -- the stored key: the caller's in NFC, or its hash
+    "lock_id" TEXT COLLATE "C" NOT NULL, -- 22 characters; whoever knows it can release the lock
     "expires_at_ms" BIGINT NOT NULL,     -- Unix milliseconds of this server's clock
     "acquired_at_ms" BIGINT NOT NULL,
-    "fence" TEXT NOT NULL,               -- 15 digits
-    "user_key" TEXT NOT NULL             -- the caller's key in NFC
+    "fence" TEXT COLLATE "C" NOT NULL,   -- 15 digits
+    "user_key" TEXT COLLATE "C" NOT NULL -- the caller's key in NFC
 );
 
 -- Release and extend know the lock id only.
@@ -22,7 +24,7 @@ CREATE INDEX IF NOT EXISTS "idx_syncguard_locks_expires" ON "syncguard_locks" ("
 -- One counter per key that was ever locked. NEVER delete, truncate or lower one: a fence that is
 -- handed out twice lets a holder that woke up late overwrite the newer holder's work.
 CREATE TABLE IF NOT EXISTS "syncguard_fence_counters" (
-    "fence_key" TEXT PRIMARY KEY,
+    "fence_key" TEXT COLLATE "C" PRIMARY KEY,
     "fence" BIGINT NOT NULL DEFAULT 0,
-    "key_debug" TEXT                     -- the caller's key in NFC, for people; nothing reads it
+    "key_debug" TEXT COLLATE "C"         -- the caller's key in NFC, for people; nothing reads it
 );

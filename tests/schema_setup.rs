@@ -406,3 +406,33 @@ fn the_default_ttl_is_thirty_seconds() {
     assert_eq!(row.expires_at_ms - row.acquired_at_ms, 30_000);
     assert_eq!(guard.expires_at_ms(), row.expires_at_ms);
 }
+
+#[test]
+fn where_the_tables_are_is_logged_and_a_schema_per_role_is_warned_of() {
+    let schema = schema();
+    let role = Role::new(&schema);
+    let own = role.name();
+    schema.client().batch_execute(&format!("CREATE SCHEMA {own} AUTHORIZATION {own}")).unwrap();
+    let connect = |builder: PgLockClientBuilder| {
+        let log = logs::capture();
+        let client = builder.connect_with(role.config_with_own_path(), NoTls).unwrap();
+        works(&client, &format!("a-{own}"));
+        let lines = log.of_this_thread();
+        let about =
+            |level, word: &str| lines.iter().filter(|l| l.level == level && l.text.contains(word)).count();
+        (about(Level::Info, "were made"), about(Level::Info, own), about(Level::Warn, "$user"))
+    };
+    // The server's default path: "$user", public.
+    assert_eq!(connect(PgLockClient::builder()), (1, 2, 1), "made there, found there, and that is dangerous");
+    assert_eq!(connect(PgLockClient::builder()), (0, 1, 1));
+    assert_eq!(connect(PgLockClient::builder().auto_create_tables(false)), (0, 1, 1), "at the first use");
+    assert_eq!(connect(PgLockClient::builder().schema(own)), (0, 1, 0), "who names the schema knows");
+    role.set(&schema, "search_path", own);
+    assert_eq!(connect(PgLockClient::builder()), (0, 1, 0));
+    // Without a schema of that name nothing differs from role to role.
+    let log = logs::capture();
+    let other = Role::new(&schema);
+    let client = other.connect(PgLockClient::builder()).unwrap();
+    client.setup_schema().unwrap();
+    assert!(log.of_this_thread().iter().all(|line| !line.text.contains("$user")));
+}

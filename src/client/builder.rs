@@ -77,6 +77,12 @@ impl PgLockClientBuilder {
 
     /// The schema of both tables. Default: where the `search_path` finds them, or its first schema
     /// if it does not; resolved once.
+    ///
+    /// Set it where programs connect as different roles. The default path begins with `"$user"`
+    /// (<https://www.postgresql.org/docs/current/ddl-schemas.html#DDL-SCHEMAS-PATH>): where a schema has
+    /// the role's name, each role finds tables of its own, and two programs hold the same key. A client
+    /// without `schema` logs a warning about it at its first use; where the tables were found or made is
+    /// logged at info level.
     pub fn schema(mut self, name: impl Into<String>) -> Self {
         self.schema = Some(name.into());
         self

@@ -335,7 +335,8 @@ impl PgLockClient {
     /// # Errors
     ///
     /// `AuthFailed` when something is missing and the role may not create it, `InvalidArgument` for
-    /// a schema that does not exist or a database that is not UTF8.
+    /// a schema that does not exist, a database that is not UTF8, or tables whose indexes may be out of
+    /// the order of their collation (the text names the commands; see `docs/operations.md`).
     ///
     /// # Blocking
     ///

@@ -6,7 +6,7 @@
 //! | `pool`, `source` | our own pool, a caller's, the connection kept for renewals |
 //! | `statement`, `session`, `row` | prepared statements, messages, one operation on one connection, its answers |
 //! | `run` | the loops around every operation |
-//! | `sql`, `schema` | every SQL text; the tables and how they come to be |
+//! | `sql`, `schema`, `collation` | every SQL text; the tables, how they come to be, whether their indexes are in order |
 //! | `acquire`, `release`, `extend`, `read` | the operations |
 //! | `operator` | what operators see and may do |
 //! | `wake`, `listen`, `processes` | calls between processes; whether sessions keep to theirs |
@@ -16,6 +16,7 @@
 //! long as nothing can have been committed, and says so when that is no longer certain.
 
 mod acquire;
+mod collation;
 mod connect;
 pub(crate) mod error;
 mod extend;
@@ -178,6 +179,7 @@ impl PostgresBackend {
                 without_right(error, "something of the lock tables is missing and the role may not create it: run schema.sql as a role that may, then build the client with auto_create_tables(false) (SQLSTATE 42501)")
             })?;
         let survey = self.survey(end, &never)?;
+        log::info!("the lock tables were made, or completed, in the schema {schema:?}");
         self.remember(&survey)
     }
 
@@ -236,9 +238,19 @@ impl PostgresBackend {
         let tables = self.names.located(survey, self.settings.store_key_debug).ok_or_else(missing_tables)?;
         let calls = self.settings.wake_ups && survey.may_call;
         let statements = Statements::new(&tables, calls);
-        if self.located.set(Arc::new(Located { tables, statements, calls })).is_ok() && survey.unlogged {
+        if self.located.set(Arc::new(Located { tables, statements, calls })).is_err() {
+            return Ok(());
+        }
+        let found = [&survey.locks_in, &survey.fences_in].map(|schema| schema.as_deref().unwrap_or_default());
+        log::info!("the lock table is in the schema {:?}, the fence counters in {:?}", found[0], found[1]);
+        if survey.unlogged {
             log::warn!(
                 "a lock table is UNLOGGED: a crash empties it and fences would repeat; ALTER TABLE … SET LOGGED"
+            );
+        }
+        if survey.own_path && self.names.follow_the_path() {
+            log::warn!(
+                "the search_path begins with \"$user\" and that schema exists, so another role finds other lock tables, and both would hold the same key: name one schema for all with the builder's schema()"
             );
         }
         Ok(())
@@ -268,7 +280,7 @@ fn read_survey(session: &mut Session<'_>, names: &Names) -> Result<Survey, Troub
     let row = required(answers.row(0)?)?;
     let owned = |column| -> Result<Option<String>> { Ok(text(row, column)?.map(str::to_owned)) };
     let flag = |column| -> Result<bool> { Ok(text(row, column)? == Some("t")) };
-    Ok(Survey {
+    let survey = Survey {
         locks_in: owned(0)?,
         unlogged: text(row, 1)? == Some("u") || text(row, 3)? == Some("u"),
         temporary: text(row, 1)? == Some("t") || text(row, 3)? == Some("t"),
@@ -278,7 +290,13 @@ fn read_survey(session: &mut Session<'_>, names: &Names) -> Result<Survey, Troub
         creation_schema: owned(6)?,
         encoding: owned(7)?.unwrap_or_default(),
         may_call: flag(8)?,
-    })
+        sorted_by_collation: flag(9)?,
+        own_path: flag(10)?,
+    };
+    if let (true, Some(tables)) = (survey.sorted_by_collation, names.located(&survey, false)) {
+        collation::check(session, &tables.locks, &tables.fences)?;
+    }
+    Ok(survey)
 }
 
 /// Temporary tables come before all others on the search path, and each session has its own.

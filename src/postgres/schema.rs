@@ -8,6 +8,7 @@
 use sha2::{Digest, Sha256};
 
 use crate::error::{LockError, Result};
+use crate::postgres::collation;
 use crate::postgres::listen::MAY_CALL;
 use crate::postgres::sql::{EQ, PLAIN_NAMES};
 use crate::postgres::statement::push_quoted;
@@ -24,6 +25,10 @@ const MAX_IDENTIFIER: usize = 63;
 /// The advisory lock that set-up runs under: two integers, "SYNC" and "DDL\0", a space of its own
 /// that no lease and no session lock of a single number can touch.
 const SET_UP_LOCK: &str = "pg_catalog.pg_advisory_xact_lock(1398363715, 1145326592)";
+
+/// Whether `"$user"` comes first on the search path and is a schema: the next role has another.
+const OWN_PATH: &str = "pg_catalog.starts_with(pg_catalog.ltrim(pg_catalog.current_setting('search_path')), '\"$user\"') \
+    AND pg_catalog.current_schema() OPERATOR(pg_catalog.=) CURRENT_USER";
 
 /// The configured names, checked, before anything is known about the database.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -51,7 +56,9 @@ impl Names {
 
     /// The query that finds out where the tables are. Answers, per table: its schema, whether it is
     /// unlogged; whether the counters have `key_debug`; which of the two indexes exist; the schema
-    /// that new tables would go to; the database's encoding; whether the role may call waiters.
+    /// that new tables would go to; the database's encoding; whether the role may call waiters; whether
+    /// an index is sorted by a collation that can change; whether the search path leads each role to a
+    /// schema of its own.
     pub(crate) fn survey(&self) -> Result<String> {
         let (locks, fences) = (self.literal(&self.locks)?, self.literal(&self.fences)?);
         let index = |unique: &str, column: &str| {
@@ -65,12 +72,13 @@ impl Names {
         Ok(format!(
             "SELECT ln.nspname, l.relpersistence, fn.nspname, f.relpersistence, \
              EXISTS (SELECT 1 FROM pg_catalog.pg_attribute a WHERE a.attrelid {EQ} f.oid AND a.attname {EQ} 'key_debug' AND NOT a.attisdropped), \
-             {} AND {}, pg_catalog.current_schema(), pg_catalog.current_setting('server_encoding'), {MAY_CALL} \
+             {} AND {}, pg_catalog.current_schema(), pg_catalog.current_setting('server_encoding'), {MAY_CALL}, {}, {OWN_PATH} \
              FROM (SELECT pg_catalog.to_regclass({locks}) AS l, pg_catalog.to_regclass({fences}) AS f) AS r \
              LEFT JOIN pg_catalog.pg_class l ON l.oid {EQ} r.l LEFT JOIN pg_catalog.pg_namespace ln ON ln.oid {EQ} l.relnamespace \
              LEFT JOIN pg_catalog.pg_class f ON f.oid {EQ} r.f LEFT JOIN pg_catalog.pg_namespace fn ON fn.oid {EQ} f.relnamespace",
             index(" AND i.indisunique", "lock_id"),
             index("", "expires_at_ms"),
+            collation::is_asked_for(),
         ))
     }
 
@@ -122,6 +130,11 @@ impl Names {
         self.schema.as_deref().or(found)
     }
 
+    /// Whether the search path decides where the tables are.
+    pub(crate) fn follow_the_path(&self) -> bool {
+        self.schema.is_none()
+    }
+
     /// The tables, now that their schemas are known.
     pub(crate) fn located(&self, survey: &Survey, store_key_debug: bool) -> Option<Tables> {
         let (locks, fences) = (survey.locks_in.as_ref()?, survey.fences_in.as_ref()?);
@@ -151,6 +164,9 @@ pub(crate) struct Survey {
     pub(crate) creation_schema: Option<String>,
     pub(crate) encoding: String,
     pub(crate) may_call: bool,
+    /// See [`collation`].
+    pub(crate) sorted_by_collation: bool,
+    pub(crate) own_path: bool,
 }
 
 impl Survey {

@@ -1,0 +1,163 @@
+//! Whether the indexes on keys are still in the order that the server compares by.
+//!
+//! An index is a sorted list. If the collation that it was sorted by changes under it, as an upgrade
+//! of the system's libraries does, a search goes astray: a key that is held is not found and granted
+//! again, and a counter begins anew (<https://www.postgresql.org/docs/current/collation.html#COLLATION-MANAGING>).
+//! `COLLATE "C"` compares bytes and never changes; our own tables have it. Tables of other clients and
+//! of earlier versions may not: they are looked at by set-up and before a client's first use.
+
+use crate::error::{LockError, Result};
+use crate::postgres::error::Trouble;
+use crate::postgres::row::{Row, flag, int, required, text};
+use crate::postgres::session::Session;
+use crate::postgres::sql::EQ;
+use crate::postgres::statement::{Message, push_quoted};
+
+/// How many entries of an index are compared with their neighbours.
+const SAMPLE: u32 = 10_000;
+
+/// The first release that keeps a version of a database's own collation.
+const DATABASE_VERSIONS: i64 = 150_000;
+
+/// Whether an index of the tables `l` and `f` is sorted by anything but bytes (0: not text, 950: "C",
+/// 951: "POSIX"), as one more column of the survey.
+pub(super) fn is_asked_for() -> String {
+    format!(
+        "EXISTS (SELECT 1 FROM pg_catalog.pg_index i WHERE (i.indrelid {EQ} l.oid OR i.indrelid {EQ} f.oid) \
+         AND i.indisunique AND i.indcollation[0] OPERATOR(pg_catalog.<>) ALL ('{{0,950,951}}'::pg_catalog.oid[]))"
+    )
+}
+
+/// Refuses tables whose indexes on keys may be out of order.
+pub(super) fn check(session: &mut Session<'_>, locks: &str, fences: &str) -> Result<(), Trouble> {
+    let answers = session.ask(&Message::new().raw(session.limits_plain()).raw(indexes(locks, fences)?))?;
+    let indexes = answers.into_last_rows().iter().map(Index::read).collect::<Result<Vec<_>>>()?;
+    if indexes.is_empty() {
+        return Ok(());
+    }
+    let columns: Vec<_> = indexes.iter().map(|index| index.now(locks, fences)).collect();
+    let answers = session.ask(
+        &Message::new()
+            .raw(session.limits_plain())
+            // Along the index, whatever that costs: its order is what is asked about.
+            .raw("SET LOCAL enable_seqscan TO off; SET LOCAL enable_bitmapscan TO off; SET LOCAL enable_sort TO off")
+            .raw(format!("SELECT {}", columns.join(", "))),
+    )?;
+    let row = required(answers.row(0)?)?;
+    for (n, index) in indexes.iter().enumerate() {
+        index.judge(text(row, 2 * n)?, required(flag(row, 2 * n + 1)?)?, locks, fences)?;
+    }
+    Ok(())
+}
+
+/// The unique indexes on the key columns that are sorted by a collation that can change.
+fn indexes(locks: &str, fences: &str) -> Result<String> {
+    let (mut l, mut f) = (String::new(), String::new());
+    push_quoted(locks, &mut l)?;
+    push_quoted(fences, &mut f)?;
+    Ok(format!(
+        "SELECT i.indrelid = to_regclass({l}), a.attname::text, c.oid::int8, format('%I.%I', n.nspname, c.collname), \
+           CASE WHEN c.collprovider = 'd' THEN to_jsonb(d) ->> 'datcollversion' ELSE c.collversion END, \
+           c.collisdeterministic, \
+           has_column_privilege(i.indrelid, a.attname::text, 'SELECT'), current_setting('server_version_num')::int8 \
+         FROM pg_index AS i JOIN pg_attribute AS a ON a.attrelid = i.indrelid AND a.attnum = i.indkey[0] \
+           JOIN pg_collation AS c ON c.oid = i.indcollation[0] JOIN pg_namespace AS n ON n.oid = c.collnamespace \
+           JOIN pg_database AS d ON d.datname = current_database() \
+         WHERE i.indrelid IN (to_regclass({l}), to_regclass({f})) AND i.indisunique AND i.indisvalid \
+           AND a.attname IN ('key', 'lock_id', 'fence_key') \
+           AND NOT (c.collprovider = 'c' AND c.collcollate IN ('C', 'POSIX')) \
+           AND NOT (c.collprovider = 'd' AND coalesce(to_jsonb(d) ->> 'datlocprovider', 'c') = 'c' AND d.datcollate IN ('C', 'POSIX'))"
+    ))
+}
+
+/// A unique index, and the collation that it is sorted by.
+struct Index {
+    of_locks: bool,
+    column: String,
+    collation: i64,
+    collation_name: String,
+    /// The version that the server noted for the collation when the database was made, or refreshed.
+    recorded: Option<String>,
+    deterministic: bool,
+    readable: bool,
+    server: i64,
+}
+
+impl Index {
+    fn read(row: &Row) -> Result<Self> {
+        let owned = |column| -> Result<Option<String>> { Ok(text(row, column)?.map(str::to_owned)) };
+        Ok(Self {
+            of_locks: required(flag(row, 0)?)?,
+            column: required(owned(1)?)?,
+            collation: required(int(row, 2)?)?,
+            collation_name: required(owned(3)?)?,
+            recorded: owned(4)?,
+            deterministic: required(flag(row, 5)?)?,
+            readable: required(flag(row, 6)?)?,
+            server: required(int(row, 7)?)?,
+        })
+    }
+
+    /// Whether the collation is the database's own.
+    fn of_database(&self) -> bool {
+        self.collation == 100
+    }
+
+    /// What the server says now, as two columns: the collation's version, and whether two neighbours in
+    /// the index are not in order, or equal.
+    fn now(&self, locks: &str, fences: &str) -> String {
+        let version = if !self.of_database() {
+            format!("pg_collation_actual_version({})", self.collation)
+        } else if self.server >= DATABASE_VERSIONS {
+            "(SELECT pg_database_collation_actual_version(d.oid) FROM pg_database AS d WHERE d.datname = current_database())"
+                .to_owned()
+        } else {
+            // Nobody noted it. Only the order itself can tell.
+            "NULL".to_owned()
+        };
+        if !self.readable {
+            return format!("{version}, false");
+        }
+        let table = if self.of_locks { locks } else { fences };
+        let order = format!("\"{}\" COLLATE {}", self.column, self.collation_name);
+        format!(
+            "{version}, EXISTS (SELECT 1 FROM (\
+               SELECT s.k, lag(s.k) OVER (ORDER BY s.k) AS before FROM (\
+                 SELECT {order} AS k FROM {table} ORDER BY {order} LIMIT {SAMPLE}) AS s) AS n WHERE n.k <= n.before)"
+        )
+    }
+
+    fn judge(&self, actual: Option<&str>, disordered: bool, locks: &str, fences: &str) -> Result<()> {
+        let remedy = || {
+            let refresh = if self.of_database() {
+                "ALTER DATABASE … REFRESH COLLATION VERSION".to_owned()
+            } else {
+                format!("ALTER COLLATION {} REFRESH VERSION", self.collation_name)
+            };
+            format!(
+                "stop every client, run REINDEX TABLE {locks}, REINDEX TABLE {fences}, then {refresh}: see \"The database's collation\" in docs/operations.md"
+            )
+        };
+        if !self.deterministic {
+            return Err(LockError::invalid(format!(
+                "the lock tables' column {} has a nondeterministic collation, to which different keys are one: give it COLLATE \"C\"",
+                self.column
+            )));
+        }
+        if let (Some(recorded), Some(actual)) = (self.recorded.as_deref(), actual)
+            && recorded != actual
+        {
+            return Err(LockError::invalid(format!(
+                "the collation that the lock tables' indexes are sorted by was of version {recorded} and is now of {actual}: keys that are held may not be found; {}",
+                remedy()
+            )));
+        }
+        if disordered {
+            return Err(LockError::invalid(format!(
+                "an index of the lock tables is not in the order of its collation, or holds a key twice: keys that are held may not be found; {}",
+                remedy()
+            )));
+        }
+        Ok(())
+    }
+}
