@@ -59,7 +59,8 @@ impl fmt::Display for ErrorCode {
 ///
 /// `Display` and `Debug` never show a key, a lock id or a connection string;
 /// [`key`](LockError::key) and [`lock_id`](LockError::lock_id) hand them to a caller who asks.
-/// [`source`](Error::source) keeps the cause.
+/// [`source`](Error::source) keeps the cause; `Debug`, which is what `fn main() -> Result<()>` prints,
+/// and [`chain`](LockError::chain) show all causes.
 pub struct LockError(Box<Inner>);
 
 struct Inner {
@@ -210,8 +211,16 @@ impl LockError {
         ))
     }
 
-    /// The error and its causes in one line, for a log: still without keys and ids.
-    pub(crate) fn chain(&self) -> impl fmt::Display + '_ {
+    /// The error's code, its text and those of its causes in one line, for a log: without keys, lock
+    /// ids and connection strings, like [`Display`](fmt::Display).
+    ///
+    /// ```
+    /// use syncguard::{ErrorCode, LockError};
+    ///
+    /// let error = LockError::new(ErrorCode::NetworkTimeout).with_source("connection reset");
+    /// assert_eq!(error.chain().to_string(), "NetworkTimeout: NetworkTimeout: connection reset");
+    /// ```
+    pub fn chain(&self) -> impl fmt::Display + '_ {
         Chain(self)
     }
 }
@@ -238,8 +247,12 @@ impl fmt::Debug for LockError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut out = f.debug_struct("LockError");
         out.field("code", &self.0.code).field("message", &self.to_string());
-        if let Some(source) = &self.0.source {
-            out.field("source", &source.to_string());
+        if let Some(sqlstate) = &self.0.sqlstate {
+            out.field("sqlstate", sqlstate);
+        }
+        let causes: Vec<String> = Causes(self.source()).map(ToString::to_string).collect();
+        if !causes.is_empty() {
+            out.field("causes", &causes);
         }
         out.finish_non_exhaustive()
     }
@@ -256,12 +269,20 @@ struct Chain<'a>(&'a LockError);
 impl fmt::Display for Chain<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: {}", self.0.code(), self.0)?;
-        let mut next = self.0.source();
-        while let Some(cause) = next {
-            write!(f, ": {cause}")?;
-            next = cause.source();
-        }
-        Ok(())
+        Causes(self.0.source()).try_for_each(|cause| write!(f, ": {cause}"))
+    }
+}
+
+/// A cause, its cause, and so on.
+struct Causes<'a>(Option<&'a (dyn Error + 'static)>);
+
+impl<'a> Iterator for Causes<'a> {
+    type Item = &'a (dyn Error + 'static);
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let cause = self.0?;
+        self.0 = cause.source();
+        Some(cause)
     }
 }
 
@@ -297,6 +318,16 @@ mod tests {
         }
         assert!(error.to_string().contains("31.0 s"));
         assert_eq!((error.key(), error.lock_id()), (Some("MARKER-key"), Some("MARKER-id")));
+    }
+
+    #[test]
+    fn debug_shows_every_cause() {
+        let deep = LockError::new(ErrorCode::AuthFailed).with_sqlstate("28P01").with_source("wrong password");
+        let error = LockError::new(ErrorCode::AcquisitionTimeout).with_message("too late").with_source(deep);
+        let text = format!("{error:?}");
+        for part in ["AcquisitionTimeout", "too late", "AuthFailed", "wrong password"] {
+            assert!(text.contains(part), "{text}");
+        }
     }
 
     #[test]

@@ -227,6 +227,17 @@ fn a_restart_of_the_server_is_noticed_on_every_kind_of_connection() {
 }
 
 #[test]
+fn releasing_a_lock_whose_session_has_just_ended_says_that_it_was_lost() {
+    let mut observer = server().client();
+    for client in [client(server().url()), client(server().socket_url())] {
+        let guard = taken(&client, key());
+        observer.execute("SELECT pg_terminate_backend($1)", &[&guard.pid()]).unwrap();
+        support::wait_until_backend_gone(&mut observer, guard.pid());
+        assert_eq!(guard.release().unwrap(), ReleaseResult::NotHeld);
+    }
+}
+
+#[test]
 fn a_server_that_has_stopped_keeps_no_deadline_from_firing() {
     let server = Server::start(&Config::new());
     for url in [server.url(), server.socket_url()] {

@@ -130,6 +130,27 @@ fn held(observer: &mut Client, key: &str) {
 }
 
 #[test]
+fn after_its_timeout_a_waiter_names_the_holder_as_far_as_it_can_be_known() {
+    let schema = support::schema();
+    let (client, other) = (client(&schema), client(&schema));
+    let elsewhere = other.lock_with("elsewhere", &LockOptions::new().ttl(Duration::from_secs(20))).unwrap();
+    let wait = |key: &str| client.lock_with(key, &eager().timeout(ms(300))).unwrap_err().to_string();
+    let text = wait("elsewhere");
+    assert!(text.contains(&format!("held under fencing token {}", elsewhere.fence())), "{text}");
+    let rest = text.split("ends in ").nth(1).unwrap().split(' ').next().unwrap();
+    assert!(rest.parse::<f64>().unwrap() <= 20.0, "{text}");
+    let _mine = client.lock("mine").unwrap();
+    assert!(wait("mine").contains("this very thread took it"), "{}", wait("mine"));
+    let wait_elsewhere = || wait("mine");
+    let text = std::thread::scope(|scope| scope.spawn(wait_elsewhere).join().unwrap());
+    assert!(text.contains("another thread of this client"), "{text}");
+    // What was never seen is not claimed.
+    held(&mut schema.client(), "hidden");
+    let text = client.lock_with("hidden", &LockOptions::new().max_retries(0)).unwrap_err().to_string();
+    assert!(!text.contains("token"), "{text}");
+}
+
+#[test]
 fn after_its_timeout_a_waiter_says_how_long_and_how_often_it_tried() {
     let schema = support::schema();
     let client = client(&schema);

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use postgres::Client;
 use support::leases::{self, Events, client, delete_row, forge, forged_id, row, wait_until_released};
-use support::{Config, LIMIT, Server, Stop, wait_until};
+use support::{Config, LIMIT, Server, Stop, logs, wait_until};
 use syncguard::{
     ErrorCode, ExtendResult, Heartbeat, LockGuard, LockOptions, LostReason, Operation, PgLockClient,
     ReleaseErrorContext, ReleaseResult, ReleaseSource,
@@ -124,6 +124,42 @@ fn a_lease_that_the_server_holds_for_expired_is_lost() {
     let dead = expiry(&mut observer, "k");
     assert_eq!(guard.release().unwrap(), ReleaseResult::NotHeld);
     assert_eq!(expiry(&mut observer, "k"), dead, "a dead lease is never revived");
+}
+
+#[test]
+fn a_lost_lease_leaves_a_warning_with_the_reason_and_the_key_s_hash_but_no_key() {
+    let schema = support::schema();
+    let (client, log) = (client(&schema), logs::capture());
+    let key = format!("a key that is lost {}", support::unique());
+    let guard = client.lock_with(&key, &often()).unwrap();
+    delete_row(&mut schema.client(), &key);
+    let hash = syncguard::hash_key(&key);
+    let lines = || log.at_least(log::Level::Warn).into_iter().filter(|line| line.text.contains(&hash));
+    wait_until(LIMIT, "the log hears of it", || lines().next().is_some());
+    assert!(guard.lost().is_cancelled());
+    let line = lines().next().unwrap();
+    assert!(line.text.contains("lost") && line.text.contains("the lease's row is gone"), "{}", line.text);
+    assert!(line.target.starts_with("syncguard") && !line.text.contains(&key));
+    assert_eq!(lines().count(), 1);
+}
+
+#[test]
+fn renewals_that_the_server_refuses_end_as_refused_and_the_log_says_once_why() {
+    let schema = support::schema();
+    let (client, log) = (client(&schema), logs::capture());
+    let options = LockOptions::new().ttl(ms(1500)).heartbeat(Heartbeat::Every(ms(100)));
+    let (guard, told) = watched(&client, "k", options);
+    let (column, table) = ("acquired_at_ms", "syncguard_locks");
+    // The name tells this test's lines from others'.
+    let new_name = format!("renamed_{}", support::unique());
+    for old in ["expires_at_ms", column] {
+        let sql = format!("ALTER TABLE {table} RENAME COLUMN {old} TO {new_name}_{old}");
+        schema.client().batch_execute(&sql).unwrap();
+    }
+    assert_lost(&guard, &told, LostReason::RenewalRefused);
+    let failures =
+        |line: &logs::Line| line.text.contains("could not be renewed") && line.text.contains("column");
+    assert_eq!(log.at_least(log::Level::Warn).iter().filter(|line| failures(line)).count(), 1);
 }
 
 #[test]

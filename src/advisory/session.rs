@@ -11,7 +11,7 @@ use crate::backend::ReleaseResult;
 use crate::cancel::CancelToken;
 use crate::error::Result;
 use crate::model::time::Moment;
-use crate::postgres::{Connection, Session};
+use crate::postgres::{Connection, Session, Trouble};
 
 /// How often each connection is looked at, without asking the server anything.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
@@ -48,6 +48,12 @@ pub(super) fn let_go(
                 "the session lock {} was not held any more when it was let go; its connection is closed",
                 hold.key
             );
+            drop(session);
+            Ok(ReleaseResult::NotHeld)
+        }
+        // The session has ended, and the lock with it.
+        Err(Trouble::Broken { error, stale: true, .. }) => {
+            log::warn!("the session lock {} was lost with its session: {}", hold.key, error.chain());
             drop(session);
             Ok(ReleaseResult::NotHeld)
         }

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use crate::backend::{
-    AcquireResult, Attempt, Capabilities, ExtendOutcome, LockBackend, LockInfo, LockInfoDebug, Lookup,
-    OnHeard, ReleaseOutcome, RenewOutcome, Renewal, Watch,
+    AcquireResult, Attempt, Capabilities, ExtendOutcome, Holder, LockBackend, LockInfo, LockInfoDebug,
+    Lookup, OnHeard, ReleaseOutcome, RenewOutcome, Renewal, Watch,
 };
 use crate::cancel::CancelToken;
 use crate::error::Result;
@@ -37,6 +37,9 @@ macro_rules! forward {
             }
             fn peek(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<bool> {
                 (**self).peek(key, deadline, cancel)
+            }
+            fn holder(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<Option<Holder>> {
+                (**self).holder(key, deadline, cancel)
             }
             fn watch(&self, key: &str, heard: OnHeard) -> Option<Box<dyn Watch>> {
                 (**self).watch(key, heard)

@@ -1,6 +1,7 @@
 //! What is known of a lease, and of a backend.
 
 use std::fmt;
+use std::time::Duration;
 
 use crate::model::fence::Fence;
 use crate::model::hash::hash_key;
@@ -37,6 +38,39 @@ pub struct LockInfo {
     pub acquired_at_ms: i64,
     /// Its fence.
     pub fence: Fence,
+}
+
+/// What a waiter can say of whoever holds the key it waits for.
+///
+/// ```
+/// use std::time::Duration;
+/// use syncguard::Fence;
+/// use syncguard::backend::Holder;
+///
+/// let holder = Holder::new(Fence::new(42).unwrap(), Duration::from_secs(24));
+/// assert_eq!(holder.fence.map(Fence::get), Some(42));
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Holder {
+    /// The fencing token of the lease.
+    pub fence: Option<Fence>,
+    /// How long the lease lasts from now, by the server's clock, unless it is renewed.
+    pub remaining: Option<Duration>,
+}
+
+impl Holder {
+    /// A holder of whom both are known.
+    #[must_use]
+    pub const fn new(fence: Fence, remaining: Duration) -> Self {
+        Self { fence: Some(fence), remaining: Some(remaining) }
+    }
+
+    /// The holder of a lease that ends at `expires_at_ms`, at `now_ms` of the same clock.
+    pub(crate) fn until(fence: Option<Fence>, expires_at_ms: i64, now_ms: i64) -> Self {
+        let rest = u64::try_from(expires_at_ms.saturating_sub(now_ms)).unwrap_or(0);
+        Self { fence, remaining: Some(Duration::from_millis(rest)) }
+    }
 }
 
 /// A live lease with its raw key and id. **Sensitive**: for debugging only. `Debug` hides both.

@@ -55,7 +55,7 @@ use crate::model::fence::Fence;
 use crate::model::lock_id::LockId;
 use crate::model::time::{Clock, Moment, Ttl};
 
-pub use info::{Capabilities, LockInfo, LockInfoDebug, Lookup, TimeAuthority};
+pub use info::{Capabilities, Holder, LockInfo, LockInfoDebug, Lookup, TimeAuthority};
 pub use outcome::{
     AcquireResult, Acquired, Attempt, ExtendOutcome, ExtendResult, LostReason, Reason, ReleaseOutcome,
     ReleaseResult, RenewOutcome, Renewal,
@@ -136,6 +136,12 @@ pub trait LockBackend: Send + Sync {
     fn peek(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<bool> {
         in_time(self, deadline)?;
         self.is_locked(key, cancel)
+    }
+
+    /// Who holds a key, for a waiter that looks before it tries again and names the holder when its
+    /// time is over; `None` if nobody does. The default knows no more than [`peek`](LockBackend::peek).
+    fn holder(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<Option<Holder>> {
+        Ok(self.peek(key, deadline, cancel)?.then(Holder::default))
     }
 
     /// Watches a key for a waiter that has waited for a while and may wait longer: `heard` is called

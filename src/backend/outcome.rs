@@ -213,6 +213,9 @@ pub enum LostReason {
     RowMissing,
     /// No answer came from the server before the local deadline.
     Unreachable,
+    /// The server refused to renew it until it was over: a right, a column or the server's connections
+    /// were gone. The log has the error.
+    RenewalRefused,
     /// The guard's own `max_hold` was reached.
     MaxHold,
     /// The client was closed.
@@ -226,6 +229,7 @@ impl fmt::Display for LostReason {
             Self::TakenOver { fence } => write!(f, "a newer holder has fence {fence}"),
             Self::RowMissing => f.write_str("the lease's row is gone"),
             Self::Unreachable => f.write_str("the server did not answer before the lease was over"),
+            Self::RenewalRefused => f.write_str("the server refused its renewals until the lease was over"),
             Self::MaxHold => f.write_str("the guard's max_hold was reached"),
             Self::Closed => f.write_str("the client was closed"),
         }

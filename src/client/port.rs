@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use crate::backend::{
-    AcquireResult, Attempt, Capabilities, ExtendOutcome, LockBackend, LockInfo, LockInfoDebug, Lookup,
-    OnHeard, ReleaseOutcome, RenewOutcome, Renewal, Watch,
+    AcquireResult, Attempt, Capabilities, ExtendOutcome, Holder, LockBackend, LockInfo, LockInfoDebug,
+    Lookup, OnHeard, ReleaseOutcome, RenewOutcome, Renewal, Watch,
 };
 use crate::cancel::CancelToken;
 use crate::client::PgLockClient;
@@ -38,6 +38,9 @@ impl LockBackend for PgLockClient {
     }
     fn peek(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<bool> {
         self.locks.backend().peek(key, deadline, cancel)
+    }
+    fn holder(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<Option<Holder>> {
+        self.locks.backend().holder(key, deadline, cancel)
     }
     fn watch(&self, key: &str, heard: OnHeard) -> Option<Box<dyn Watch>> {
         self.locks.backend().watch(key, heard)

@@ -19,7 +19,7 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use crate::backend::{AcquireResult, Acquired, Attempt, ExtendOutcome, Heard, Watch};
+use crate::backend::{AcquireResult, Acquired, Attempt, ExtendOutcome, Heard, Holder, Watch};
 use crate::cancel::{CancelToken, Subscription};
 use crate::error::{ErrorCode, LockError, Result};
 use crate::lock::LockClient;
@@ -63,6 +63,7 @@ pub(super) fn lock(client: &LockClient, key: &Arc<str>, plan: &Plan) -> Result<L
     let ticket = engine.queue.join(key);
     let mut wait = Waiter {
         engine,
+        key,
         token: &merged.token,
         ticket,
         bed: None,
@@ -72,6 +73,7 @@ pub(super) fn lock(client: &LockClient, key: &Arc<str>, plan: &Plan) -> Result<L
         start,
         attempts: 0,
         conflict: None,
+        holder: None,
     };
     wait.run(client, key, plan)
 }
@@ -95,6 +97,7 @@ const WATCH_AGAIN: Duration = Duration::from_secs(1);
 
 struct Waiter<'a> {
     engine: &'a Arc<Engine>,
+    key: &'a Arc<str>,
     token: &'a CancelToken,
     ticket: Ticket,
     /// Where close and cancel find this waiter; made when it first sleeps.
@@ -109,6 +112,8 @@ struct Waiter<'a> {
     /// What the last attempt that was answered met, if that was no holder: another session's lock,
     /// or a ttl that was over too soon.
     conflict: Option<LockError>,
+    /// Who held the key at the last look, and when that was.
+    holder: Option<(Holder, Moment)>,
 }
 
 impl Waiter<'_> {
@@ -196,12 +201,19 @@ impl Waiter<'_> {
 
     /// A look that is no attempt, unless it finds the key free.
     fn glance(&mut self, client: &LockClient, key: &Arc<str>, plan: &Plan) -> Result<Option<LockGuard>> {
-        let engine = self.engine;
-        match engine.backend.peek(key, engine.call_deadline(self.end), self.token) {
+        match self.is_held_by_another() {
             Ok(true) => Ok(None),
             Ok(false) => self.ask(client, key, plan, false),
             Err(error) => self.forgive(error.with_key(&**key), true).map(|()| None),
         }
+    }
+
+    /// One plain read, which remembers whom it saw.
+    fn is_held_by_another(&mut self) -> Result<bool> {
+        let engine = self.engine;
+        let found = engine.backend.holder(self.key, engine.call_deadline(self.end), self.token)?;
+        self.holder = found.map(|holder| (holder, engine.clock.now()));
+        Ok(found.is_some())
     }
 
     /// One attempt, after a look if asked for.
@@ -215,9 +227,8 @@ impl Waiter<'_> {
         self.check()?;
         let contended = self.attempts > 0;
         self.attempts += 1;
-        let engine = self.engine;
         let free = !look
-            || match engine.backend.peek(key, engine.call_deadline(self.end), self.token) {
+            || match self.is_held_by_another() {
                 Ok(locked) => !locked,
                 Err(error) => {
                     return self.forgive(error.with_key(&**key), contended).map(|()| None);
@@ -273,6 +284,28 @@ impl Waiter<'_> {
         if self.engine.clock.now() >= self.end { Err(self.timed_out(None)) } else { Ok(()) }
     }
 
+    /// Who has the key, as far as it is known, as the end of a sentence.
+    fn who_holds(&self, now: Moment) -> String {
+        if let Some((fence, taken_by)) = self.engine.crew.held_here(self.key) {
+            let me = std::thread::current();
+            return if taken_by.id() == me.id() {
+                format!(
+                    "; this very thread took it under fencing token {fence} and has not released it: locks are not re-entrant, pass the guard on or drop it first"
+                )
+            } else {
+                let name = taken_by.name().map(|name| format!(" ({name:?})")).unwrap_or_default();
+                format!("; another thread of this client{name} took it under fencing token {fence}")
+            };
+        }
+        let Some((Holder { fence: Some(fence), remaining, .. }, seen)) = self.holder else {
+            return String::new();
+        };
+        let rest = remaining.unwrap_or_default().saturating_sub(now.since(seen)).as_secs_f64();
+        format!(
+            "; it is held under fencing token {fence}, and that lease ends in {rest:.1} s unless it is renewed"
+        )
+    }
+
     fn timed_out(&mut self, cause: Option<LockError>) -> LockError {
         let now = self.engine.clock.now();
         let waited = now.since(self.start).as_secs_f64();
@@ -290,8 +323,10 @@ impl Waiter<'_> {
             None => "raise timeout, or hold the lock for less time",
             Some(_) => "what was in the way is the cause of this error",
         };
-        let error = LockError::new(ErrorCode::AcquisitionTimeout)
-            .with_message(format!("the key could not be taken within {waited:.3} s, {attempts}: {advice}"));
+        let error = LockError::new(ErrorCode::AcquisitionTimeout).with_message(format!(
+            "the key could not be taken within {waited:.3} s, {attempts}: {advice}{}",
+            self.who_holds(now)
+        ));
         match met.or(cause) {
             Some(cause) => error.with_source(cause),
             None => error,
@@ -349,6 +384,7 @@ fn attempt(
         lost: CancelToken::new(),
         on_lost: plan.on_lost.clone(),
         on_release_error: plan.on_release_error.clone().or_else(|| engine.on_release_error.clone()),
+        taken_by: std::thread::current(),
     });
     if !engine.crew.enlist(&held) {
         let over_at = now.after(plan.ttl).after(TOLERANCE);

@@ -6,6 +6,7 @@
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex};
+use std::thread::Thread;
 
 use crate::backend::{Acquired, LostReason};
 use crate::cancel::CancelToken;
@@ -16,6 +17,7 @@ use crate::lock::options::OnLost;
 use crate::lock::report::{OnReleaseError, ReleaseErrorContext, ReleaseSource};
 use crate::lock::wake::{LOOK, Wake, guard};
 use crate::model::fence::Fence;
+use crate::model::hash::hash_key;
 use crate::model::time::Moment;
 
 /// One guard's lease, shared between the guard and the threads that look after it.
@@ -30,6 +32,8 @@ pub(super) struct Held {
     pub(super) lost: CancelToken,
     pub(super) on_lost: Option<OnLost>,
     pub(super) on_release_error: Option<OnReleaseError>,
+    /// The thread that took it.
+    pub(super) taken_by: Thread,
 }
 
 impl Held {
@@ -67,6 +71,24 @@ pub(super) enum Call {
     ReleaseFailed(Option<OnReleaseError>, LockError, Box<ReleaseErrorContext>),
     /// Values of the caller's that must not be dropped on the timer.
     Drop(Box<Held>),
+}
+
+/// A lost lease that the log has not heard of yet.
+pub(super) struct LostLine {
+    key: Arc<str>,
+    fence: Fence,
+    reason: LostReason,
+}
+
+impl LostLine {
+    pub(super) fn write(&self) {
+        log::warn!(
+            "the lease of key #{} with fencing token {} is lost: {}; work that it protects must stop",
+            hash_key(&self.key),
+            self.fence,
+            self.reason
+        );
+    }
 }
 
 /// Things by the time they are due; one entry per id.
@@ -134,6 +156,8 @@ pub(super) struct Watch {
 pub(super) struct Desk {
     pub(super) renewals: Schedule<Arc<Held>>,
     pub(super) deferred: Schedule<Deferred>,
+    /// What the log has to hear of at once, before anything else is done.
+    pub(super) lost_lines: VecDeque<LostLine>,
     pub(super) calls: VecDeque<Call>,
     pub(super) next_id: u64,
     /// Deferred releases that are being tried right now.
@@ -171,6 +195,13 @@ impl Crew {
         let mut watch = guard(&self.watch);
         watch.next_id += 1;
         watch.next_id
+    }
+
+    /// The fence under which this client holds a key itself, and the thread that took it.
+    pub(super) fn held_here(&self, key: &str) -> Option<(Fence, Thread)> {
+        let watch = guard(&self.watch);
+        let held = watch.guards.values().find(|held| *held.key == *key)?;
+        Some((held.fence, held.taken_by.clone()))
     }
 
     /// Takes a guard into the crew's care. `false` if the client was closed.
@@ -237,9 +268,7 @@ impl Crew {
         let deadline = guard(&self.watch).deadlines.remove(held.id);
         let renewal = guard(&self.desk).renewals.remove(held.id);
         held.lost.cancel();
-        if held.on_lost.is_some() {
-            self.call(Call::Lost(Arc::clone(held), reason));
-        }
+        self.call(Call::Lost(Arc::clone(held), reason));
         drop((deadline, renewal));
     }
 
@@ -251,6 +280,13 @@ impl Crew {
                 // Dropped below, after the lock: it is foreign code.
                 drop(desk);
                 return;
+            }
+            if let Call::Lost(held, reason) = &call {
+                desk.lost_lines.push_back(LostLine {
+                    key: Arc::clone(&held.key),
+                    fence: held.fence,
+                    reason: *reason,
+                });
             }
             desk.calls.push_back(call);
         }

@@ -32,6 +32,8 @@ pub(super) struct Engine {
     pub(super) sleepers: Arc<Sleepers>,
     pub(super) crew: Arc<Crew>,
     pub(super) closed: AtomicBool,
+    /// Whether the log has heard that renewals fail.
+    pub(super) renewals_fail: AtomicBool,
     started: AtomicBool,
     pub(super) threads: Arc<Mutex<Threads>>,
     reserved: Mutex<Reserved>,
@@ -98,6 +100,7 @@ impl Engine {
             sleepers,
             crew,
             closed: AtomicBool::new(false),
+            renewals_fail: AtomicBool::new(false),
             started: AtomicBool::new(false),
             threads: Arc::default(),
             reserved: Mutex::new(Reserved::No),

@@ -92,8 +92,10 @@ pub(super) struct Lease {
     expires_at_ms: i64,
     lost: Option<LostReason>,
     ended: bool,
-    /// Whether the last renewal was answered.
+    /// Whether the last renewal was answered,
     answered: bool,
+    /// and whether the answer was a refusal.
+    refused: bool,
     /// Whether the next renewal must not share a call with others.
     alone: bool,
     next_flight: u32,
@@ -115,6 +117,7 @@ impl Lease {
             lost: None,
             ended: false,
             answered: true,
+            refused: false,
             alone: false,
             next_flight: 0,
             flights: Vec::new(),
@@ -168,6 +171,8 @@ impl Lease {
         }
         let reason = if self.hold_until <= self.deadline {
             LostReason::MaxHold
+        } else if self.refused {
+            LostReason::RenewalRefused
         } else if self.answered && !self.renewing() {
             LostReason::Expired
         } else {
@@ -231,6 +236,7 @@ impl Lease {
             return late;
         }
         self.answered = outcome != Outcome::Unknown;
+        self.refused = outcome == Outcome::Refused && flight.kind == Kind::Renewal;
         match outcome {
             Outcome::Confirmed { expires_at_ms } => {
                 self.confirm(&flight, expires_at_ms);

@@ -1,4 +1,4 @@
-//! The worker: renewals first, then deferred releases, then foreign code.
+//! The worker: lost leases to the log first, then renewals, then deferred releases, then foreign code.
 //!
 //! 1. One backend call at a time, each with a deadline: at the latest then it looks at what is due.
 //! 2. A deferred release never takes so long that a renewal that is due meanwhile comes late by more
@@ -8,6 +8,7 @@
 //! 4. It goes when the engine ends and nothing is left, when what is left may be given up, or
 //!    [`LONGEST_DRAIN`] after the end. It takes the last reference to the engine with it.
 
+use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -16,7 +17,7 @@ use std::time::Duration;
 use crate::backend::{ExtendOutcome, ReleaseOutcome, RenewOutcome, Renewal};
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
-use crate::lock::crew::{Call, Deferred, Held};
+use crate::lock::crew::{Call, Deferred, Held, LostLine};
 use crate::lock::engine::Engine;
 use crate::lock::lease::{Outcome, TOLERANCE};
 use crate::lock::report::{ReleaseSource, quietly, report};
@@ -36,6 +37,8 @@ const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
 enum Job {
+    /// Tells the log of lost leases.
+    Log(VecDeque<LostLine>),
     Renew(Vec<Arc<Held>>),
     Settle(Box<Deferred>),
     Call(Call),
@@ -81,6 +84,7 @@ pub(super) fn drain(engine: &Engine, go_on: impl Fn() -> bool) {
 
 fn do_job(engine: &Engine, job: Job) {
     match job {
+        Job::Log(lines) => lines.iter().for_each(|line| quietly(|| line.write())),
         Job::Renew(due) => renew(engine, due),
         Job::Settle(deferred) => {
             quietly(|| settle_deferred(engine, *deferred));
@@ -112,6 +116,9 @@ fn next_job(engine: &Engine, calls: bool) -> Job {
     if desk.abandoned {
         desk.gone = true;
         return Job::Go;
+    }
+    if !desk.lost_lines.is_empty() {
+        return Job::Log(std::mem::take(&mut desk.lost_lines));
     }
     if let Some((_, first)) = desk.renewals.pop(now) {
         let until = if engine.clock.is_manual() { now } else { now.after(TOGETHER) };
@@ -184,7 +191,9 @@ fn renew_batch(engine: &Engine, due: Vec<Arc<Held>>) {
             .collect();
         let deadline = now.after(rest.max(SHORTEST_CALL.min(engine.backend.operation_timeout())));
         let answers = catch_unwind(AssertUnwindSafe(|| engine.backend.renew(&renewals, deadline)));
-        let mut answers = answers.unwrap_or_default().into_iter();
+        let answers = answers.unwrap_or_default();
+        note_failures(engine, &answers);
+        let mut answers = answers.into_iter();
         let now = engine.clock.now();
         for (held, id, _) in flights {
             // A missing answer says as little as an error does.
@@ -192,6 +201,7 @@ fn renew_batch(engine: &Engine, due: Vec<Arc<Held>>) {
                 Some(Ok(RenewOutcome::Renewed { expires_at_ms })) => Outcome::Confirmed { expires_at_ms },
                 Some(Ok(RenewOutcome::Lost(reason))) => Outcome::Gone(reason),
                 Some(Ok(RenewOutcome::Busy)) => Outcome::Busy,
+                Some(Err(error)) if is_refusal(&error) => Outcome::Refused,
                 Some(Err(_)) | None => Outcome::Unknown,
             };
             finish(engine, held, id, now, outcome);
@@ -201,6 +211,28 @@ fn renew_batch(engine: &Engine, due: Vec<Arc<Held>>) {
         if let Some(last) = Arc::into_inner(held) {
             quietly(move || drop(last));
         }
+    }
+}
+
+/// Whether the server answered, and what it said is no matter of its being away: certainly nothing was
+/// changed.
+fn is_refusal(error: &LockError) -> bool {
+    error.sqlstate().is_some()
+        && !error.is_outcome_unknown()
+        && !matches!(error.code(), ErrorCode::ServiceUnavailable | ErrorCode::NetworkTimeout)
+}
+
+/// Says in the log that renewals fail, and why: once, until one succeeds again.
+fn note_failures(engine: &Engine, answers: &[Result<RenewOutcome>]) {
+    match answers.iter().find_map(|answer| answer.as_ref().err()) {
+        Some(error) if !engine.renewals_fail.swap(true, Ordering::Relaxed) => quietly(|| {
+            log::warn!(
+                "leases could not be renewed, and are lost at their ends unless that is mended: {}",
+                error.chain()
+            );
+        }),
+        Some(_) => {}
+        None => engine.renewals_fail.store(false, Ordering::Relaxed),
     }
 }
 

@@ -136,8 +136,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use crate::backend::{
-    AcquireResult, Attempt, Capabilities, ExtendOutcome, LockBackend, LockInfo, LockInfoDebug, Lookup,
-    ReleaseOutcome, RenewOutcome, Renewal, TimeAuthority,
+    AcquireResult, Attempt, Capabilities, ExtendOutcome, Holder, LockBackend, LockInfo, LockInfoDebug,
+    Lookup, ReleaseOutcome, RenewOutcome, Renewal, TimeAuthority,
 };
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
@@ -280,11 +280,12 @@ impl MemoryBackend {
         .map_err(|failure| failure.error().with_lock_id(lock_id))
     }
 
-    fn look(&self, call: Call, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<bool> {
+    fn look(&self, call: Call, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<Option<Holder>> {
         let stored = self.stored(key)?;
         let live = self
             .call(call, Effect::Read, (deadline, cancel), |store, now| {
-                store.live_by_key(&stored.base, now).is_some()
+                let live = store.live_by_key(&stored.base, now);
+                live.map(|live| Holder::until(Some(live.fence), live.expires_at_ms, now))
             })
             .map_err(|failure| failure.error().with_key(key))?;
         cancel.check()?;
@@ -308,7 +309,7 @@ impl LockBackend for MemoryBackend {
     }
 
     fn is_locked(&self, key: &str, cancel: &CancelToken) -> Result<bool> {
-        self.look(Call::IsLocked, key, self.default_deadline(), cancel)
+        self.look(Call::IsLocked, key, self.default_deadline(), cancel).map(|holder| holder.is_some())
     }
 
     fn lookup(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfo>> {
@@ -338,6 +339,10 @@ impl LockBackend for MemoryBackend {
     }
 
     fn peek(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<bool> {
+        self.holder(key, deadline, cancel).map(|holder| holder.is_some())
+    }
+
+    fn holder(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<Option<Holder>> {
         self.look(Call::Peek, key, deadline, cancel)
     }
 

@@ -131,9 +131,10 @@ impl<'a> Acquire<'a> {
         }
     }
 
-    /// Whose session lock the queue stood behind, if that is why the time ran out: other acquires
-    /// keep the key's number for a statement, a session lock on it for as long as it likes. Best
-    /// effort, within the time by which our own deadlines are later than the server's.
+    /// Which session the queue stood behind, if that is why the time ran out: other acquires keep the
+    /// key's number for a statement, a session lock on it for as long as it likes, and outside of a
+    /// transaction only a session lock can. Best effort, within the time by which our own deadlines are
+    /// later than the server's.
     fn name_stranger(&self, backend: &PostgresBackend, error: LockError, cancel: &CancelToken) -> LockError {
         if error.code() != ErrorCode::NetworkTimeout || cancel.is_cancelled() {
             return error;
@@ -143,7 +144,8 @@ impl<'a> Acquire<'a> {
             return error;
         }
         let query = format!(
-            "SELECT l.pid FROM pg_catalog.pg_locks AS l, (SELECT pg_catalog.hashtext({key})::int8 AS number) AS k \
+            "SELECT l.pid, (SELECT pg_catalog.count(*) FROM pg_catalog.pg_locks AS v \
+                WHERE v.locktype = 'virtualxid' AND v.pid = l.pid) FROM pg_catalog.pg_locks AS l, (SELECT pg_catalog.hashtext({key})::int8 AS number) AS k \
              WHERE l.locktype = 'advisory' AND l.granted AND l.objsubid = 1 \
              AND l.database = (SELECT d.oid FROM pg_catalog.pg_database AS d WHERE d.datname = pg_catalog.current_database()) \
              AND ((l.classid::int8 << 32) | l.objid::int8) = k.number AND l.pid <> pg_catalog.pg_backend_pid() LIMIT 1"
@@ -151,10 +153,13 @@ impl<'a> Acquire<'a> {
         let found = backend.run_bare(Instant::now() + GRACE, cancel, |session| {
             let message = Message::new().raw(session.limits_plain()).raw(&query);
             let answers = session.ask(&message)?;
-            Ok(answers.row(0)?.map(|row| int(row, 0)).transpose()?.flatten())
+            Ok(answers.row(0)?.map(|row| Ok::<_, LockError>((int(row, 0)?, int(row, 1)?))).transpose()?)
         });
         match found {
-            Ok(Some(pid)) => error.with_message(format!(
+            Ok(Some((Some(pid), Some(1..)))) => error.with_message(format!(
+                "the server process {pid} is in a transaction that has the advisory lock which this key queues on, and stands still: most likely another acquire of the key whose process is paused or cut off; it ends at its own limits"
+            )).with_contention(),
+            Ok(Some((Some(pid), _))) => error.with_message(format!(
                 "the server process {pid} holds an advisory lock on the number that this key queues on: a session lock should stay outside of -2^31..2^31; see advisory_holders()"
             )).with_contention(),
             _ => error,

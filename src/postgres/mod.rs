@@ -49,8 +49,8 @@ pub(crate) use source::{Connection, Source};
 pub(crate) use statement::{Arg, Message, SessionTimer, Statement, push_quoted};
 
 use crate::backend::{
-    AcquireResult, Attempt, Capabilities, ExtendOutcome, LockBackend, LockInfo, LockInfoDebug, Lookup,
-    OnHeard, ReleaseOutcome, RenewOutcome, Renewal, TimeAuthority, Watch,
+    AcquireResult, Attempt, Capabilities, ExtendOutcome, Holder, LockBackend, LockInfo, LockInfoDebug,
+    Lookup, OnHeard, ReleaseOutcome, RenewOutcome, Renewal, TimeAuthority, Watch,
 };
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
@@ -329,7 +329,7 @@ impl LockBackend for PostgresBackend {
     }
 
     fn is_locked(&self, key: &str, cancel: &CancelToken) -> Result<bool> {
-        read::is_locked(self, &Key::new(key)?, self.end(), cancel)
+        read::holder(self, &Key::new(key)?, self.end(), cancel).map(|holder| holder.is_some())
     }
 
     fn lookup(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfo>> {
@@ -347,7 +347,11 @@ impl LockBackend for PostgresBackend {
     }
 
     fn peek(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<bool> {
-        read::is_locked(self, &Key::new(key)?, self.end_by(deadline), cancel)
+        self.holder(key, deadline, cancel).map(|holder| holder.is_some())
+    }
+
+    fn holder(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<Option<Holder>> {
+        read::holder(self, &Key::new(key)?, self.end_by(deadline), cancel)
     }
 
     fn watch(&self, key: &str, heard: OnHeard) -> Option<Box<dyn Watch>> {

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use crate::backend::{LockInfoDebug, Lookup};
+use crate::backend::{Holder, LockInfoDebug, Lookup};
 use crate::cancel::CancelToken;
 use crate::error::Result;
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
@@ -12,24 +12,27 @@ use crate::postgres::PostgresBackend;
 use crate::postgres::row::{Row, int, malformed, required, text};
 use crate::postgres::statement::Arg;
 
-pub(crate) fn is_locked(
+pub(crate) fn holder(
     backend: &PostgresBackend,
     key: &Key,
     end: Instant,
     cancel: &CancelToken,
-) -> Result<bool> {
+) -> Result<Option<Holder>> {
     let (storage_key, _) = key.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?;
     let found = backend.run(end, cancel, |session, at| {
         let answers = session.ask_one(&at.statements.look, &[Arg::Text(&storage_key)])?;
         session.check_cancel()?;
         Ok(match answers.row(0)? {
-            None => false,
+            None => None,
             Some(row) => {
                 let (expires_at_ms, now_ms) = (required(int(row, 0)?)?, required(int(row, 1)?)?);
                 if PostgresBackend::is_long_over(expires_at_ms, now_ms) {
                     backend.cleanup_soon();
                 }
+                // For a text alone: a fence that cannot be read makes the row no less live.
+                let fence = text(row, 2)?.and_then(|fence| fence.parse().ok());
                 is_live(expires_at_ms, now_ms, TIME_TOLERANCE_MS)
+                    .then(|| Holder::until(fence, expires_at_ms, now_ms))
             }
         })
     });

@@ -12,7 +12,7 @@
 //! | `extend`, `extend_by` | one `extend`, likewise |
 //! | `renew` | one `extend` per lease; a busy row is `fail` without reason |
 //! | `is_locked` | one `isLocked`; *not locked* is `fail` without reason |
-//! | `peek` | none: waiters ask often, and each attempt reports itself |
+//! | `peek`, `holder` | none: waiters ask often, and each attempt reports itself |
 //! | `lookup`, `lookup_raw` | one `lookup`; *not found* is `fail` without reason |
 //! | any call that ends with an error | `fail` without reason, and the error's code |
 //!
@@ -48,8 +48,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::backend::{
-    AcquireResult, Attempt, Capabilities, ExtendOutcome, LockBackend, LockInfo, LockInfoDebug, Lookup,
-    LostReason, OnHeard, Reason, ReleaseOutcome, RenewOutcome, Renewal, Watch,
+    AcquireResult, Attempt, Capabilities, ExtendOutcome, Holder, LockBackend, LockInfo, LockInfoDebug,
+    Lookup, LostReason, OnHeard, Reason, ReleaseOutcome, RenewOutcome, Renewal, Watch,
 };
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, Result};
@@ -189,6 +189,10 @@ impl<B: LockBackend> LockBackend for Telemetry<B> {
 
     fn peek(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<bool> {
         self.inner.peek(key, deadline, cancel)
+    }
+
+    fn holder(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<Option<Holder>> {
+        self.inner.holder(key, deadline, cancel)
     }
 
     fn watch(&self, key: &str, heard: OnHeard) -> Option<Box<dyn Watch>> {

@@ -12,7 +12,9 @@ fn contention_is_waited_out_with_one_full_attempt_and_then_looks() {
     let options = LockOptions::new().retry_delay(ms(1)).jitter(Jitter::None);
     let guard_ = client(&fake).lock_with("k", &options).unwrap();
     assert_eq!(guard_.key(), "k");
-    assert_eq!(guard(&fake.state).log, ["attempt", "peek", "peek", "peek", "attempt"]);
+    // A slow machine may also ask for a watch.
+    let log: Vec<_> = guard(&fake.state).log.iter().copied().filter(|call| *call != "watch").collect();
+    assert_eq!(log, ["attempt", "peek", "peek", "peek", "attempt"]);
 }
 
 #[test]
