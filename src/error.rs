@@ -220,6 +220,7 @@ impl LockError {
     /// let error = LockError::new(ErrorCode::NetworkTimeout).with_source("connection reset");
     /// assert_eq!(error.chain().to_string(), "NetworkTimeout: NetworkTimeout: connection reset");
     /// ```
+    #[must_use]
     pub fn chain(&self) -> impl fmt::Display + '_ {
         Chain(self)
     }

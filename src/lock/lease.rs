@@ -74,6 +74,15 @@ struct Flight {
     undo: Option<Moment>,
 }
 
+/// What came of the last operation.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Answer {
+    Given,
+    /// The server refused to renew.
+    Refused,
+    None,
+}
+
 /// The least ttl of the operations without an answer, and until when they count.
 #[derive(Clone, Copy)]
 struct Suspect {
@@ -92,10 +101,7 @@ pub(super) struct Lease {
     expires_at_ms: i64,
     lost: Option<LostReason>,
     ended: bool,
-    /// Whether the last renewal was answered,
-    answered: bool,
-    /// and whether the answer was a refusal.
-    refused: bool,
+    last: Answer,
     /// Whether the next renewal must not share a call with others.
     alone: bool,
     next_flight: u32,
@@ -116,8 +122,7 @@ impl Lease {
             expires_at_ms: terms.expires_at_ms,
             lost: None,
             ended: false,
-            answered: true,
-            refused: false,
+            last: Answer::Given,
             alone: false,
             next_flight: 0,
             flights: Vec::new(),
@@ -171,9 +176,9 @@ impl Lease {
         }
         let reason = if self.hold_until <= self.deadline {
             LostReason::MaxHold
-        } else if self.refused {
+        } else if self.last == Answer::Refused {
             LostReason::RenewalRefused
-        } else if self.answered && !self.renewing() {
+        } else if self.last == Answer::Given && !self.renewing() {
             LostReason::Expired
         } else {
             LostReason::Unreachable
@@ -235,8 +240,11 @@ impl Lease {
         if late.is_some() || self.lost.is_some() || self.ended {
             return late;
         }
-        self.answered = outcome != Outcome::Unknown;
-        self.refused = outcome == Outcome::Refused && flight.kind == Kind::Renewal;
+        self.last = match (outcome, flight.kind) {
+            (Outcome::Unknown, _) => Answer::None,
+            (Outcome::Refused, Kind::Renewal) => Answer::Refused,
+            _ => Answer::Given,
+        };
         match outcome {
             Outcome::Confirmed { expires_at_ms } => {
                 self.confirm(&flight, expires_at_ms);
