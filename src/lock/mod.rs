@@ -27,8 +27,6 @@ mod wake;
 mod worker;
 
 #[cfg(test)]
-mod fake;
-#[cfg(test)]
 mod tests;
 
 use std::fmt;

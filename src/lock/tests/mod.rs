@@ -1,13 +1,13 @@
-//! The engine against a scripted backend.
+//! The engine over the memory backend.
 
 mod endings;
 mod guards;
+mod recorder;
 mod waiting;
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use super::fake::{Fake, Script, eventually};
 use super::wake::guard;
 use super::{
     Backoff, ClientSettings, Heartbeat, Jitter, LockClient, LockOptions, ReleaseErrorContext, ReleaseSource,
@@ -15,7 +15,7 @@ use super::{
 use crate::backend::{ExtendResult, Heard, LostReason, ReleaseResult};
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError};
-use crate::model::time::Clock;
+use recorder::{Recorder, Script, eventually};
 
 fn s(n: u64) -> Duration {
     Duration::from_secs(n)
@@ -25,8 +25,8 @@ fn ms(n: u64) -> Duration {
     Duration::from_millis(n)
 }
 
-fn client(fake: &Arc<Fake>) -> LockClient {
-    LockClient::new(Arc::clone(fake))
+fn client(backend: &Arc<Recorder>) -> LockClient {
+    LockClient::new(Arc::clone(backend))
 }
 
 /// What the handler for failed releases was called with.
@@ -42,8 +42,8 @@ fn recorder() -> (Reports, impl Fn(&LockError, &ReleaseErrorContext) + Send + Sy
 
 /// A client, and a call's options with a handler of their own if `own`: who is told of a failed release
 /// then, and who is not.
-fn reporting_to(own: bool, fake: &Arc<Fake>) -> (LockClient, LockOptions, Reports, Reports) {
-    let (client, clients) = reporting_client(fake);
+fn reporting_to(own: bool, backend: &Arc<Recorder>) -> (LockClient, LockOptions, Reports, Reports) {
+    let (client, clients) = reporting_client(backend);
     let (calls, handler) = recorder();
     if own {
         (client, LockOptions::new().on_release_error(handler), calls, clients)
@@ -52,8 +52,8 @@ fn reporting_to(own: bool, fake: &Arc<Fake>) -> (LockClient, LockOptions, Report
     }
 }
 
-fn reporting_client(fake: &Arc<Fake>) -> (LockClient, Reports) {
+fn reporting_client(backend: &Arc<Recorder>) -> (LockClient, Reports) {
     let (reports, handler) = recorder();
     let settings = ClientSettings { on_release_error: Some(Arc::new(handler)), ..ClientSettings::default() };
-    (LockClient::with_settings(Arc::clone(fake) as _, settings), reports)
+    (LockClient::with_settings(Arc::clone(backend) as _, settings), reports)
 }

@@ -1,5 +1,5 @@
-//! A backend for tests: leases in memory on a clock that may be manual, with scripted answers,
-//! hangs, and a record of what was asked.
+//! The memory backend with a record of what it was asked. It also answers in ways that no order to the
+//! memory backend brings about: late, as contention, or with a panic.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,13 +7,14 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use crate::backend::{
-    AcquireResult, Acquired, Attempt, Capabilities, ExtendOutcome, LockBackend, LockInfo, LockInfoDebug,
-    Lookup, LostReason, OnHeard, ReleaseOutcome, RenewOutcome, Renewal, TimeAuthority, Watch,
+    AcquireResult, Attempt, Capabilities, ExtendOutcome, LockBackend, LockInfo, LockInfoDebug, Lookup,
+    OnHeard, ReleaseOutcome, RenewOutcome, Renewal, Watch,
 };
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::lock::wake::guard;
-use crate::model::fence::Fence;
+use crate::memory::{Call, Fault, MemoryBackend};
+use crate::model::lock_id::LockId;
 use crate::model::time::{Clock, Moment};
 
 /// The longest a test waits for anything.
@@ -30,7 +31,7 @@ pub(super) enum Script {
     Unknown,
     /// The same, and it was done.
     UnknownDone,
-    /// The answer takes that long on the backend's manual clock; it is done at its end.
+    /// The answer takes that long on the backend's manual clock; it is done at its beginning.
     Slow(Duration),
     /// The clock runs to the call's deadline, and the call fails with it; nothing was done.
     Late,
@@ -39,7 +40,8 @@ pub(super) enum Script {
     Panic,
 }
 
-/// Where calls of a kind stop until they are let through.
+/// Where calls of a kind stop until they are let through. Unlike a gate of the memory backend it holds them
+/// beyond their deadline: they come late then, and are done all the same.
 #[derive(Default)]
 pub(super) struct Gate {
     state: Mutex<(bool, usize)>,
@@ -77,8 +79,6 @@ impl Gate {
 
 #[derive(Default)]
 pub(super) struct State {
-    rows: HashMap<String, (String, Moment)>,
-    fence: u64,
     scripts: HashMap<&'static str, VecDeque<Script>>,
     pub(super) log: Vec<&'static str>,
     pub(super) deadlines: Vec<(&'static str, Moment)>,
@@ -90,8 +90,8 @@ pub(super) struct State {
     pub(super) watching: Vec<(String, OnHeard)>,
 }
 
-pub(super) struct Fake {
-    clock: Clock,
+pub(super) struct Recorder {
+    memory: MemoryBackend,
     pub(super) state: Mutex<State>,
     pub(super) renew_gate: Gate,
     pub(super) release_gate: Gate,
@@ -104,10 +104,21 @@ pub(super) struct Fake {
     pub(super) dropped: Mutex<Option<Arc<Mutex<Option<String>>>>>,
 }
 
-impl Fake {
-    pub(super) fn on(clock: Clock) -> Arc<Self> {
+/// What a test does and sees.
+impl Recorder {
+    /// On the system's time.
+    pub(super) fn system() -> Arc<Self> {
+        Self::over(MemoryBackend::new())
+    }
+
+    /// On a clock that [`advance`](Self::advance) moves.
+    pub(super) fn manual() -> Arc<Self> {
+        Self::over(MemoryBackend::manual())
+    }
+
+    fn over(memory: MemoryBackend) -> Arc<Self> {
         Arc::new(Self {
-            clock,
+            memory,
             state: Mutex::default(),
             renew_gate: Gate::default(),
             release_gate: Gate::default(),
@@ -119,34 +130,54 @@ impl Fake {
         })
     }
 
-    pub(super) fn manual() -> (Arc<Self>, Clock) {
-        let clock = Clock::manual();
-        (Self::on(clock.clone()), clock)
-    }
-
     pub(super) fn script(&self, what: &'static str, scripts: impl IntoIterator<Item = Script>) {
         guard(&self.state).scripts.entry(what).or_default().extend(scripts);
     }
 
-    /// Somebody else takes the key.
-    pub(super) fn occupy(&self, key: &str, ttl: Duration) {
-        let end = self.clock.now().after(ttl);
-        guard(&self.state).rows.insert(key.to_owned(), ("another".to_owned(), end));
+    pub(super) fn advance(&self, by: Duration) {
+        self.memory.advance(by);
+    }
+
+    pub(super) fn now(&self) -> Moment {
+        self.clock().now()
+    }
+
+    /// Somebody else takes the key, for longer than any test.
+    pub(super) fn occupy(&self, key: &str) {
+        assert!(self.memory.contend(key).unwrap().acquired().is_some(), "the key is free");
     }
 
     pub(super) fn remove(&self, key: &str) {
-        guard(&self.state).rows.remove(key);
+        self.memory.remove(key).unwrap();
     }
 
-    pub(super) fn row(&self, key: &str) -> Option<(String, Moment)> {
-        let now = self.clock.now();
-        guard(&self.state).rows.get(key).filter(|row| row.1.after(super::lease::TOLERANCE) > now).cloned()
+    /// The key's live lease.
+    pub(super) fn row(&self, key: &str) -> Option<LockInfoDebug> {
+        self.memory.lookup_raw(Lookup::Key(key), &CancelToken::never()).unwrap()
+    }
+
+    pub(super) fn is_free(&self, key: &str) -> bool {
+        self.row(key).is_none()
+    }
+
+    /// When the key's lease ends.
+    pub(super) fn expiry(&self, key: &str) -> i64 {
+        self.row(key).expect("the key is held").expires_at_ms
+    }
+
+    /// How long the key's lease lasts from now on, the tolerance left out.
+    pub(super) fn rest(&self, key: &str) -> Option<Duration> {
+        let rest = self.row(key)?.expires_at_ms - self.memory.server_time();
+        Some(Duration::from_millis(u64::try_from(rest).unwrap_or(0)))
     }
 
     pub(super) fn count(&self, what: &str) -> usize {
         guard(&self.state).log.iter().filter(|entry| **entry == what).count()
     }
+}
 
+/// How a call is played.
+impl Recorder {
     fn note(&self, what: &'static str, deadline: Moment) -> Option<Script> {
         let mut state = guard(&self.state);
         state.log.push(what);
@@ -154,85 +185,75 @@ impl Fake {
         state.scripts.get_mut(what).and_then(VecDeque::pop_front)
     }
 
-    /// Runs `act` as the script says.
-    fn play<T>(&self, script: Option<Script>, no: T, act: impl FnOnce() -> T) -> Result<T> {
-        let unknown =
-            || LockError::new(ErrorCode::NetworkTimeout).with_unknown_outcome(Duration::from_secs(30));
-        match script {
-            None => Ok(act()),
-            Some(Script::Fail(code)) => Err(LockError::new(code)),
-            Some(Script::Conflict) => Err(LockError::new(ErrorCode::ServiceUnavailable).with_contention()),
-            Some(Script::Unknown) => Err(unknown()),
-            Some(Script::UnknownDone) => {
-                act();
-                Err(unknown())
+    /// Has the memory backend `act`, or not, as the script says.
+    fn play<T>(
+        &self,
+        call: Call,
+        script: Option<Script>,
+        no: T,
+        act: impl FnOnce(&MemoryBackend) -> Result<T>,
+    ) -> Result<T> {
+        let memory = &self.memory;
+        let fault = match script {
+            None => return act(memory),
+            Some(Script::Fail(code)) => Fault::error(code),
+            Some(Script::Unknown) => Fault::lost_request(ErrorCode::NetworkTimeout),
+            Some(Script::UnknownDone) => Fault::lost_answer(ErrorCode::NetworkTimeout),
+            Some(Script::Conflict) => {
+                return Err(LockError::new(ErrorCode::ServiceUnavailable).with_contention());
             }
             Some(Script::Slow(time)) => {
-                let answer = act();
-                self.clock.advance(time);
-                Ok(answer)
+                let answer = act(memory);
+                memory.advance(time);
+                return answer;
             }
             Some(Script::Late) => {
-                self.clock.advance(Duration::from_secs(5));
-                Err(LockError::new(ErrorCode::NetworkTimeout))
+                memory.advance(Duration::from_secs(5));
+                return Err(LockError::new(ErrorCode::NetworkTimeout));
             }
-            Some(Script::No) => Ok(no),
+            Some(Script::No) => return Ok(no),
             Some(Script::Panic) => panic!("scripted"),
-        }
-    }
-
-    fn find(state: &mut State, id: &str, now: Moment) -> Option<String> {
-        let live = |row: &(String, Moment)| row.0 == id && row.1.after(super::lease::TOLERANCE) > now;
-        state.rows.iter().find(|(_, row)| live(row)).map(|(key, _)| key.clone())
+        };
+        memory.fail_next(call, fault);
+        act(memory)
     }
 }
 
-struct FakeWatch(Arc<AtomicU64>);
+struct RecordedWatch(Arc<AtomicU64>);
 
-impl Watch for FakeWatch {
+impl Watch for RecordedWatch {
     fn is_listening(&self) -> bool {
         true
     }
 }
 
-impl Drop for FakeWatch {
+impl Drop for RecordedWatch {
     fn drop(&mut self) {
         self.0.fetch_add(1, Ordering::SeqCst);
     }
 }
 
-impl LockBackend for Fake {
+/// Deadlines are recorded, and what comes late is done.
+impl LockBackend for Recorder {
     fn acquire(&self, key: &str, ttl: Duration, cancel: &CancelToken) -> Result<AcquireResult> {
-        self.attempt(
-            &Attempt { key, lock_id: "AAAAAAAAAAAAAAAAAAAAAA", ttl, deadline: Moment::NEVER },
-            cancel,
-        )
+        let lock_id = LockId::generate()?;
+        self.attempt(&Attempt { key, lock_id: lock_id.as_str(), ttl, deadline: Moment::NEVER }, cancel)
     }
 
     fn attempt(&self, attempt: &Attempt<'_>, cancel: &CancelToken) -> Result<AcquireResult> {
         cancel.check()?;
         let script = self.note("attempt", attempt.deadline);
         self.attempt_gate.pass();
-        self.play(script, AcquireResult::Locked, || {
-            let now = self.clock.now();
-            if self.row(attempt.key).is_some_and(|row| row.0 != attempt.lock_id) {
-                return AcquireResult::Locked;
-            }
-            let mut state = guard(&self.state);
-            state.fence += 1;
-            state.rows.insert(attempt.key.to_owned(), (attempt.lock_id.to_owned(), now.after(attempt.ttl)));
-            AcquireResult::Acquired(Acquired {
-                lock_id: attempt.lock_id.to_owned(),
-                fence: Fence::new(state.fence).unwrap(),
-                expires_at_ms: 1,
-            })
+        let attempt = Attempt { deadline: Moment::NEVER, ..*attempt };
+        self.play(Call::Acquire, script, AcquireResult::Locked, |memory| {
+            memory.attempt(&attempt, &CancelToken::never())
         })
     }
 
     fn peek(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<bool> {
         cancel.check()?;
         let script = self.note("peek", deadline);
-        self.play(script, true, || self.row(key).is_some())
+        self.play(Call::Peek, script, true, |memory| memory.peek(key, Moment::NEVER, &CancelToken::never()))
     }
 
     fn watch(&self, key: &str, heard: OnHeard) -> Option<Box<dyn Watch>> {
@@ -242,11 +263,11 @@ impl LockBackend for Fake {
             return None;
         }
         state.watching.push((key.to_owned(), heard));
-        Some(Box::new(FakeWatch(Arc::clone(&self.watches_over))))
+        Some(Box::new(RecordedWatch(Arc::clone(&self.watches_over))))
     }
 
-    fn is_locked(&self, key: &str, _: &CancelToken) -> Result<bool> {
-        Ok(self.row(key).is_some())
+    fn is_locked(&self, key: &str, cancel: &CancelToken) -> Result<bool> {
+        self.memory.is_locked(key, cancel)
     }
 
     fn release(&self, lock_id: &str, cancel: &CancelToken) -> Result<ReleaseOutcome> {
@@ -261,19 +282,15 @@ impl LockBackend for Fake {
         );
         let script = self.note("release", deadline);
         self.release_gate.pass();
-        self.play(script, ReleaseOutcome::NotHeld(None), || {
-            let now = self.clock.now();
+        let answer = self.play(Call::Release, script, ReleaseOutcome::NotHeld(None), |memory| {
+            memory.release_by(lock_id, Moment::NEVER)
+        });
+        if answer.is_ok() {
             let mut state = guard(&self.state);
             state.released.push(lock_id.to_owned());
             state.released_on.push(std::thread::current().id());
-            match Self::find(&mut state, lock_id, now) {
-                Some(key) => {
-                    state.rows.remove(&key);
-                    ReleaseOutcome::Released
-                }
-                None => ReleaseOutcome::NotHeld(None),
-            }
-        })
+        }
+        answer
     }
 
     fn extend(&self, lock_id: &str, ttl: Duration, cancel: &CancelToken) -> Result<ExtendOutcome> {
@@ -282,16 +299,8 @@ impl LockBackend for Fake {
 
     fn extend_by(&self, id: &str, ttl: Duration, deadline: Moment, _: &CancelToken) -> Result<ExtendOutcome> {
         let script = self.note("extend", deadline);
-        self.play(script, ExtendOutcome::NotHeld(None), || {
-            let now = self.clock.now();
-            let mut state = guard(&self.state);
-            match Self::find(&mut state, id, now) {
-                Some(key) => {
-                    state.rows.get_mut(&key).unwrap().1 = now.after(ttl);
-                    ExtendOutcome::Extended { expires_at_ms: 2 }
-                }
-                None => ExtendOutcome::NotHeld(None),
-            }
+        self.play(Call::Extend, script, ExtendOutcome::NotHeld(None), |memory| {
+            memory.extend_by(id, ttl, Moment::NEVER, &CancelToken::never())
         })
     }
 
@@ -299,21 +308,9 @@ impl LockBackend for Fake {
         let script = self.note("renew", deadline);
         guard(&self.state).batches.push(leases.len());
         self.renew_gate.pass();
-        let now = self.clock.now();
-        let mut answers = Vec::new();
-        for lease in leases {
-            answers.push(self.play(script, RenewOutcome::Busy, || {
-                let mut state = guard(&self.state);
-                match state.rows.get_mut(lease.key) {
-                    Some(row) if row.0 == lease.lock_id && row.1.after(super::lease::TOLERANCE) > now => {
-                        row.1 = now.after(lease.ttl);
-                        RenewOutcome::Renewed { expires_at_ms: 3 }
-                    }
-                    _ => RenewOutcome::Lost(LostReason::RowMissing),
-                }
-            }));
-        }
-        answers
+        let busy = leases.iter().map(|_| Ok(RenewOutcome::Busy)).collect();
+        let answer = self.play(Call::Renew, script, busy, |memory| Ok(memory.renew(leases, Moment::NEVER)));
+        answer.unwrap_or_else(|error| leases.iter().map(|_| Err(LockError::new(error.code()))).collect())
     }
 
     fn reserve_renewals(&self, _: Moment, _: &CancelToken) -> Result<()> {
@@ -325,35 +322,28 @@ impl LockBackend for Fake {
     }
 
     fn lookup(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfo>> {
-        self.lookup_raw(what, cancel).map(|found| found.map(|found| found.sanitized()))
+        self.memory.lookup(what, cancel)
     }
 
-    fn lookup_raw(&self, what: Lookup<'_>, _: &CancelToken) -> Result<Option<LockInfoDebug>> {
-        let now = self.clock.now();
-        let key = match what {
-            Lookup::Key(key) => Some(key.to_owned()),
-            Lookup::LockId(id) => Self::find(&mut guard(&self.state), id, now),
-        };
-        Ok(key.and_then(|key| {
-            let row = self.row(&key)?;
-            Some(LockInfoDebug::new(key, row.0, 0, 0, Fence::new(1).unwrap()))
-        }))
+    fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoDebug>> {
+        self.memory.lookup_raw(what, cancel)
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities::fencing("fake", TimeAuthority::Client)
+        self.memory.capabilities()
     }
 
     fn clock(&self) -> Clock {
-        self.clock.clone()
+        self.memory.clock()
     }
 
     fn close(&self) {
         guard(&self.state).log.push("close");
+        self.memory.close();
     }
 }
 
-impl Drop for Fake {
+impl Drop for Recorder {
     fn drop(&mut self) {
         assert!(tokio::runtime::Handle::try_current().is_err(), "dropped inside an async runtime");
         if let Some(slot) = guard(&self.dropped).take() {
