@@ -125,15 +125,14 @@ fn attempt(
         let fresh = connection.is_fresh();
         let session = Session::new(connection, end, cancel);
         replaced += 1;
-        match try_on(inner, session, key, terms, end) {
+        let tried = try_on(inner, session, key, terms, end);
+        inner.postgres.purge_after(&tried, fresh);
+        match tried {
             Ok(None) => return Ok(None),
             Ok(Some(hold)) => break Arc::new(hold),
             // Its session has ended, and a lock that it may have got has ended with it.
             Err(Trouble::Broken { stale: true, .. })
-                if !fresh && replaced < MAX_REPLACEMENTS && Instant::now() < end =>
-            {
-                inner.postgres.source().purge();
-            }
+                if !fresh && replaced < MAX_REPLACEMENTS && Instant::now() < end => {}
             Err(trouble) => return Err(trouble.into_error()),
         }
     };
@@ -193,10 +192,7 @@ fn try_on(
         Err(trouble) => return Err(trouble),
     };
     match grant.granted {
-        None => {
-            session.finish();
-            Err(probe::standby().into())
-        }
+        None => Err(session.read_only(probe::standby())),
         Some(false) => {
             session.finish();
             Ok(None)

@@ -44,7 +44,7 @@ pub(super) fn prove(
     let grant = sql::try_lock(session, statements, &key, false, None).map_err(explain)?;
     let first = (grant.pid, grant.granted);
     if grant.granted.is_none() {
-        return Err(standby().into());
+        return Err(session.read_only(standby()));
     }
     let never = CancelToken::never();
     let other = backend.source().second(end).map_err(|error| {

@@ -62,6 +62,9 @@ macro_rules! forward {
             fn reserve_renewals(&self, deadline: Moment, cancel: &CancelToken) -> Result<()> {
                 (**self).reserve_renewals(deadline, cancel)
             }
+            fn unreserve_renewals(&self) -> bool {
+                (**self).unreserve_renewals()
+            }
             fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoDebug>> {
                 (**self).lookup_raw(what, cancel)
             }

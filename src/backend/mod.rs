@@ -196,12 +196,19 @@ pub trait LockBackend: Send + Sync {
             .collect()
     }
 
-    /// Prepares for guards that are renewed; called once before the first of them. A backend that
+    /// Prepares for guards that are renewed; called before the first of them, and again for the next
+    /// one after [`unreserve_renewals`](Self::unreserve_renewals). A backend that
     /// cannot keep a resource free for renewals refuses here. Deadline and token are those of the caller
     /// who happens to be the first.
     fn reserve_renewals(&self, deadline: Moment, cancel: &CancelToken) -> Result<()> {
         cancel.check()?;
         in_time(self, deadline)
+    }
+
+    /// No guard is renewed any more: what [`reserve_renewals`](Self::reserve_renewals) keeps may be used for
+    /// something else. Returns whether anything is kept at all; a backend that says no is not asked again.
+    fn unreserve_renewals(&self) -> bool {
+        false
     }
 
     /// [`lookup`](LockBackend::lookup) with the raw key and id, for the `*_raw` helpers alone.

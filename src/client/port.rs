@@ -63,6 +63,9 @@ impl LockBackend for PgLockClient {
     fn reserve_renewals(&self, deadline: Moment, cancel: &CancelToken) -> Result<()> {
         self.locks.backend().reserve_renewals(deadline, cancel)
     }
+    fn unreserve_renewals(&self) -> bool {
+        self.locks.backend().unreserve_renewals()
+    }
     fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoDebug>> {
         self.locks.backend().lookup_raw(what, cancel)
     }

@@ -5,6 +5,7 @@
 //! foreign code runs or a backend is asked.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::Thread;
 
@@ -171,6 +172,8 @@ pub(super) struct Desk {
     /// The worker is gone: nothing that is put here is ever looked at.
     pub(super) gone: bool,
     pub(super) asleep_until: Option<Moment>,
+    /// When what the backend keeps for renewals is given back, if nothing is to be renewed until then.
+    pub(super) unreserve_at: Option<Moment>,
     /// What became of deferred releases.
     pub(super) tally: CloseReport,
 }
@@ -187,6 +190,8 @@ pub(super) struct Crew {
     /// How many of the two threads are running; the condition's other half is `desk`.
     pub(super) running: Mutex<usize>,
     pub(super) ended: Condvar,
+    /// The backend keeps something for renewals that may be given back.
+    pub(super) may_unreserve: AtomicBool,
 }
 
 impl Crew {
@@ -259,7 +264,16 @@ impl Crew {
             let mut watch = guard(&self.watch);
             (watch.guards.remove(&held.id), watch.deadlines.remove(held.id))
         };
-        let renewal = guard(&self.desk).renewals.remove(held.id);
+        let (renewal, call) = {
+            let mut desk = guard(&self.desk);
+            let renewal = desk.renewals.remove(held.id);
+            // The worker sleeps until the next renewal, and has to see that there is none.
+            let last = renewal.is_some() && desk.renewals.is_empty() && desk.unreserve_at.is_none();
+            (renewal, last && self.may_unreserve.load(Ordering::Relaxed))
+        };
+        if call {
+            self.desk_wake.call(LOOK);
+        }
         drop((gone, renewal));
     }
 

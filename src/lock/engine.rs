@@ -37,6 +37,8 @@ pub(super) struct Engine {
     started: AtomicBool,
     pub(super) threads: Arc<Mutex<Threads>>,
     reserved: Mutex<Reserved>,
+    /// Whether the backend may give back what it keeps for renewals. Not asked under a manual clock.
+    unreserves: AtomicBool,
     reserving: Condvar,
     /// Calls that may come back with a lease.
     calls: Mutex<Calls>,
@@ -77,6 +79,7 @@ impl Engine {
         on_release_error: Option<OnReleaseError>,
     ) -> Arc<Self> {
         let clock = backend.clock();
+        let unreserves = !clock.is_manual();
         let crew = Arc::new(Crew::default());
         let sleepers = Arc::new(Sleepers::default());
         if clock.is_manual() {
@@ -104,6 +107,7 @@ impl Engine {
             started: AtomicBool::new(false),
             threads: Arc::default(),
             reserved: Mutex::new(Reserved::No),
+            unreserves: AtomicBool::new(unreserves),
             reserving: Condvar::new(),
             calls: Mutex::default(),
             calls_done: Condvar::new(),
@@ -242,7 +246,7 @@ impl Engine {
                         return Err(LockError::new(ErrorCode::NetworkTimeout)
                             .with_message("preparing for renewals took too long: nothing was locked"));
                     }
-                    // A rare wait, at most once in a client's life: a look now and then will do.
+                    // A rare and short wait: a look now and then will do.
                     let pause = Duration::from_millis(20);
                     state =
                         self.reserving.wait_timeout(state, pause).unwrap_or_else(PoisonError::into_inner).0;
@@ -257,6 +261,24 @@ impl Engine {
         drop(answer);
         result
     }
+
+    /// Gives back what the backend keeps for renewals, unless a call is under way that may need it.
+    pub(super) fn unreserve(&self) {
+        {
+            let mut state = guard(&self.reserved);
+            if *state != Reserved::Yes {
+                return;
+            }
+            *state = Reserved::Asking;
+        }
+        // A call that came before this is counted, and one that comes now waits for the answer.
+        let mut answer = ReserveAnswer { engine: self, granted: true };
+        let idle = guard(&self.calls).running == 0 && guard(&self.crew.desk).renewals.is_empty();
+        if idle {
+            answer.granted = !self.backend.unreserve_renewals();
+            self.unreserves.store(!answer.granted, Ordering::Relaxed);
+        }
+    }
 }
 
 /// Writes the answer down also when the backend panicked.
@@ -267,8 +289,15 @@ struct ReserveAnswer<'a> {
 
 impl Drop for ReserveAnswer<'_> {
     fn drop(&mut self) {
-        *guard(&self.engine.reserved) = if self.granted { Reserved::Yes } else { Reserved::No };
-        self.engine.reserving.notify_all();
+        let engine = self.engine;
+        *guard(&engine.reserved) = if self.granted { Reserved::Yes } else { Reserved::No };
+        engine.reserving.notify_all();
+        let look = self.granted && engine.unreserves.load(Ordering::Relaxed);
+        engine.crew.may_unreserve.store(look, Ordering::Relaxed);
+        if look {
+            // The worker sees to it that it is given back, also if no guard comes of this.
+            engine.crew.desk_wake.call(LOOK);
+        }
     }
 }
 

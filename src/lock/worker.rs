@@ -30,6 +30,8 @@ const BATCH: usize = 500;
 const TOGETHER: Duration = Duration::from_millis(20);
 /// The least time that a call of the worker's gets.
 const SHORTEST_CALL: Duration = Duration::from_millis(200);
+/// What the backend keeps for renewals is kept for so long after the last guard.
+const LINGER: Duration = Duration::from_millis(250);
 /// How long deferred releases are pursued after the last client and guard are gone.
 const LONGEST_DRAIN: Duration = Duration::from_secs(60);
 /// The pause after the first failed release; doubled after each, up to [`LONGEST_PAUSE`].
@@ -42,6 +44,7 @@ enum Job {
     Renew(Vec<Arc<Held>>),
     Settle(Box<Deferred>),
     Call(Call),
+    Unreserve,
     Sleep(Moment),
     Go,
 }
@@ -104,6 +107,7 @@ fn do_job(engine: &Engine, job: Job) {
             }
             Call::Drop(held) => quietly(move || drop(held)),
         },
+        Job::Unreserve => quietly(|| engine.unreserve()),
         Job::Sleep(_) | Job::Go => {}
     }
 }
@@ -147,7 +151,17 @@ fn next_job(engine: &Engine, calls: bool) -> Job {
             return Job::Go;
         }
     }
-    let next = desk.renewals.next().min(desk.deferred.next());
+    let mut next = desk.renewals.next().min(desk.deferred.next());
+    if desk.renewals.is_empty() && engine.crew.may_unreserve.load(Ordering::Relaxed) {
+        let at = *desk.unreserve_at.get_or_insert(now.after(LINGER));
+        if now >= at {
+            desk.unreserve_at = None;
+            return Job::Unreserve;
+        }
+        next = next.min(at);
+    } else {
+        desk.unreserve_at = None;
+    }
     desk.asleep_until = Some(next);
     Job::Sleep(next)
 }

@@ -47,11 +47,25 @@ impl Trouble {
     }
 }
 
+impl Trouble {
+    /// Whether other idle connections cannot be trusted either, if this happened on one that was opened
+    /// for the call (`fresh`) or not: the server was restarted, a firewall forgot them, or they lead to
+    /// a standby.
+    pub(crate) fn is_of_all(&self, fresh: bool) -> bool {
+        let Self::Broken { error, stale, .. } = self else { return false };
+        error.sqlstate() == Some(READ_ONLY)
+            || (!fresh && (*stale || error.code() == ErrorCode::NetworkTimeout))
+    }
+}
+
 impl From<LockError> for Trouble {
     fn from(error: LockError) -> Self {
         Self::Refused(error)
     }
 }
+
+/// The SQLSTATE with which a standby refuses a change.
+pub(crate) const READ_ONLY: &str = "25006";
 
 /// The code for a SQLSTATE.
 pub(crate) fn code_for(sqlstate: &str) -> ErrorCode {

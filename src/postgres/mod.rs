@@ -3,7 +3,7 @@
 //! | file | what it holds |
 //! | --- | --- |
 //! | `link`, `connect` | sockets with a deadline, TLS, cancel requests |
-//! | `pool`, `source` | our own pool, a caller's, the connection kept for renewals |
+//! | `pool`, `slots`, `callers`, `source` | pools and the wait for them, our own, a caller's, the connection kept for renewals |
 //! | `statement`, `session`, `row` | prepared statements, messages, one operation on one connection, its answers |
 //! | `run` | the loops around every operation |
 //! | `sql`, `schema`, `collation` | every SQL text; the tables, how they come to be, whether their indexes are in order |
@@ -16,6 +16,7 @@
 //! long as nothing can have been committed, and says so when that is no longer certain.
 
 mod acquire;
+mod callers;
 mod collation;
 mod connect;
 pub(crate) mod error;
@@ -31,6 +32,7 @@ mod row;
 mod run;
 mod schema;
 mod session;
+mod slots;
 mod source;
 mod sql;
 mod statement;
@@ -384,6 +386,10 @@ impl LockBackend for PostgresBackend {
             self.source.keep(self.source.get(self.end_by(deadline), cancel)?);
         }
         Ok(())
+    }
+
+    fn unreserve_renewals(&self) -> bool {
+        self.source.unreserve()
     }
 
     fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoDebug>> {

@@ -1,250 +1,128 @@
-//! Our own pool: connections that are opened by whoever needs one, in that caller's time.
+//! Pools of connections: our own and a caller's, both r2d2's, behind one small trait, and the one wait for either.
 //!
-//! Why not `r2d2` for it: it connects on threads of its own behind a back-off, so that an error
-//! arrives late and without its SQLSTATE, it cannot be told to drop a connection that is in doubt,
-//! and it tests at every checkout. See `docs/adr/`.
-//!
-//! 1. At most `max` connections are lent or idle at any time; opening counts as lent.
-//! 2. A connection comes back only through [`Lent::give_back`]; a dropped [`Lent`] closes it.
-//! 3. No lock is held while a connection is opened, used or closed.
-//! 4. After a fork the child neither uses nor closes the parent's connections.
+//! 1. Every wait consists of equal slices, between which deadline, token and close are looked at. Equal,
+//!    because a wait in slices starves beside a whole one; slices, because r2d2 wakes nobody when it
+//!    drops a broken connection, and knows no tokens.
+//! 2. What a pool lends goes back only through [`Lent::keep`], and only in order. Dropped without
+//!    that it is in doubt: its session ends.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use postgres::{Client, NoTls};
+
 use crate::cancel::CancelToken;
-use crate::error::{ErrorCode, LockError, Result};
-use crate::postgres::connect::{Connector, Wire, rest};
+use crate::error::{LockError, Result};
+use crate::postgres::connect::{Connector, check_runtime, rest};
+use crate::postgres::link::Link;
 use crate::postgres::statement::Memo;
 
-/// A connection that was idle for longer is closed instead of lent.
-const MAX_IDLE: Duration = Duration::from_secs(600);
+/// How long one slice of a wait is. Each may have a caller's pool open one more connection, within its
+/// own maximum, as if one more thread had asked.
+const SLICE: Duration = Duration::from_millis(40);
 
-pub(crate) struct Pool {
-    connector: Connector,
-    max: u32,
-    connection_timeout: Duration,
-    state: Mutex<State>,
-    free: Condvar,
-    process: u32,
+/// A pool, of ours or of a caller's.
+pub(crate) trait Pool: Send + Sync {
+    /// A place in the pool, if one comes free within the slice.
+    fn lend(&self, slice: Duration) -> Result<Box<dyn Lent>, NotLent>;
+
+    /// The most that a call may wait for it.
+    fn connection_timeout(&self) -> Duration;
+
+    fn max_size(&self) -> u32;
+
+    /// Refuses where nothing is to be lent any more.
+    fn check_open(&self) -> Result<()>;
+
+    /// Nothing came in time; r2d2 may have said why.
+    fn exhausted(&self, why: Option<r2d2::Error>) -> LockError;
+
+    /// Closes the idle connections of a pool of ours, and those in use once they come back.
+    fn purge(&self) {}
+
+    /// No more connections of ours.
+    fn close(&self) {}
+
+    /// An idle connection of ours on which a session lock's timer still runs.
+    fn take_timed(&self) -> Option<Box<dyn Lent>> {
+        None
+    }
 }
 
-#[derive(Default)]
-struct State {
-    idle: Vec<Idle>,
-    open: u32,
-    /// How many wait for one to come back: without any, nobody has to be called.
-    waiting: u32,
-    closed: bool,
+/// Why a pool has lent nothing.
+pub(crate) enum NotLent {
+    /// The slice is over.
+    Yet(r2d2::Error),
+    Ever(LockError),
 }
 
-struct Idle {
-    wire: Box<Wire>,
-    memo: Memo,
-    since: Instant,
+/// What a pool has lent. Dropping it ends the session, because it is in doubt.
+pub(crate) trait Lent: Send {
+    /// Opens the connection where the place is empty, or what it had must not be used any more.
+    fn open(&mut self, limit: Duration, cancel: &CancelToken) -> Result<()>;
+
+    fn client(&mut self) -> Option<&mut Client>;
+
+    fn memo(&mut self) -> &mut Memo;
+
+    /// The handle of its socket; a caller's connections have none.
+    fn link(&mut self) -> Option<&Link>;
+
+    /// Opened by [`open`](Self::open): if it fails, the server is away, not the connection stale.
+    fn is_fresh(&self) -> bool;
+
+    /// Whether it is certain that it was used before.
+    fn was_used(&self) -> bool;
+
+    /// Whether it is of a pool of ours, which knows what state its sessions are in.
+    fn is_own(&self) -> bool;
+
+    fn canceller(&self) -> Canceller;
+
+    /// Puts back what is in order: no transaction, no unanswered message, no session lock.
+    fn keep(self: Box<Self>);
 }
 
-impl Idle {
-    /// How long it may lie here: not until the server is about to end it.
-    fn limit(&self) -> Duration {
-        match &self.memo.timer {
-            Some(timer) if timer.limit_ms > 0 => MAX_IDLE.min(Duration::from_millis(timer.limit_ms / 2)),
-            _ => MAX_IDLE,
+/// A connection of this pool, open, within `end` and the pool's own limit.
+pub(crate) fn get(pool: &dyn Pool, end: Instant, cancel: &CancelToken) -> Result<Box<dyn Lent>> {
+    check_runtime()?;
+    let end = Instant::now().checked_add(pool.connection_timeout()).map_or(end, |own| own.min(end));
+    let mut why = None;
+    loop {
+        cancel.check()?;
+        pool.check_open()?;
+        let left = rest(end);
+        match pool.lend(left.min(SLICE)) {
+            Ok(mut lent) => {
+                lent.open(rest(end), cancel)?;
+                return Ok(lent);
+            }
+            Err(NotLent::Ever(error)) => return Err(error),
+            // It names a failed attempt to connect only once, and may do so in any slice.
+            Err(NotLent::Yet(error)) => why = Some(longer(why, error)),
+        }
+        if left.is_zero() {
+            return Err(pool.exhausted(why));
         }
     }
 }
 
-impl Pool {
-    pub(crate) fn new(connector: Connector, max: u32, connection_timeout: Duration) -> Arc<Self> {
-        Arc::new(Self {
-            connector,
-            max,
-            connection_timeout,
-            state: Mutex::default(),
-            free: Condvar::new(),
-            process: std::process::id(),
-        })
-    }
+fn longer(old: Option<r2d2::Error>, new: r2d2::Error) -> r2d2::Error {
+    old.filter(|old| old.to_string().len() > new.to_string().len()).unwrap_or(new)
+}
 
-    pub(crate) fn connector(&self) -> &Connector {
-        &self.connector
-    }
+/// Asks a server to cancel a statement: through TLS where we know how, else in plain text.
+#[derive(Clone)]
+pub(crate) struct Canceller(pub(crate) Option<Connector>);
 
-    /// A connection: an idle one, else a new one, else the next that comes back.
-    ///
-    /// Waits at most until `end` and at most `connection_timeout`. `RateLimited` when all are lent.
-    pub(crate) fn get(self: &Arc<Self>, end: Instant, cancel: &CancelToken) -> Result<Lent> {
-        LockError::check_process(self.process)?;
-        let end = Instant::now().checked_add(self.connection_timeout).map_or(end, |own| own.min(end));
-        let waker = {
-            let pool = Arc::downgrade(self);
-            move || {
-                if let Some(pool) = pool.upgrade() {
-                    // Taken and let go: a waiter is either before its check or in its wait.
-                    drop(pool.state());
-                    pool.free.notify_all();
+impl Canceller {
+    pub(crate) fn cancel(&self, token: &postgres::CancelToken) {
+        match &self.0 {
+            Some(connector) => connector.cancel(token),
+            None => {
+                if let Err(error) = token.cancel_query(NoTls) {
+                    log::debug!("the cancel request did not reach the server: {error}");
                 }
             }
-        };
-        let mut subscription = None;
-        let mut too_old = Vec::new();
-        let mut state = self.state();
-        let found = loop {
-            if state.closed {
-                break Err(LockError::closed());
-            }
-            if let Some(idle) = state.idle.pop() {
-                if idle.wire.is_closed() || idle.since.elapsed() > idle.limit() {
-                    state.open -= 1;
-                    too_old.push(idle);
-                    continue;
-                }
-                break Ok(Some(idle));
-            }
-            if state.open < self.max {
-                state.open += 1;
-                break Ok(None);
-            }
-            let left = rest(end);
-            if left.is_zero() {
-                break Err(self.exhausted());
-            }
-            if subscription.is_none() && !cancel.is_never() {
-                drop(state);
-                subscription = cancel.subscribe(waker.clone());
-                state = self.state();
-                cancel.check()?;
-                continue;
-            }
-            state.waiting += 1;
-            state = self.free.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
-            state.waiting -= 1;
-            if cancel.is_cancelled() {
-                // This waiter may have eaten the wake-up of another.
-                self.free.notify_one();
-                break Err(LockError::aborted());
-            }
-        };
-        drop(state);
-        drop(too_old);
-        match found? {
-            Some(idle) => {
-                Ok(Lent { pool: Arc::clone(self), wire: Some(idle.wire), memo: idle.memo, fresh: false })
-            }
-            None => self.open(end, cancel),
-        }
-    }
-
-    /// An idle connection on which a session lock's timer still runs.
-    pub(crate) fn take_timed(self: &Arc<Self>) -> Option<Lent> {
-        let mut state = self.state();
-        let at = state.idle.iter().position(|idle| idle.memo.timer.is_some())?;
-        let idle = state.idle.remove(at);
-        drop(state);
-        Some(Lent { pool: Arc::clone(self), wire: Some(idle.wire), memo: idle.memo, fresh: false })
-    }
-
-    /// Closes idle connections: after a restart of the server they are all stale.
-    pub(crate) fn purge(&self) {
-        let idle = {
-            let mut state = self.state();
-            let idle = std::mem::take(&mut state.idle);
-            state.open = state.open.saturating_sub(u32::try_from(idle.len()).unwrap_or(u32::MAX));
-            idle
-        };
-        self.free.notify_all();
-        drop(idle);
-    }
-
-    /// No more connections; idle ones are closed, lent ones when they come back.
-    pub(crate) fn close(&self) {
-        self.state().closed = true;
-        self.purge();
-    }
-
-    fn open(self: &Arc<Self>, end: Instant, cancel: &CancelToken) -> Result<Lent> {
-        // The slot is given back if opening fails or panics.
-        let mut lent = Lent { pool: Arc::clone(self), wire: None, memo: Memo::default(), fresh: true };
-        lent.wire = Some(Box::new(self.connector.open(rest(end), cancel)?));
-        Ok(lent)
-    }
-
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn exhausted(&self) -> LockError {
-        LockError::new(ErrorCode::RateLimited).with_message(format!(
-            "no connection became free in time, all {} of the pool are in use: raise max_connections or hold fewer session locks",
-            self.max
-        ))
-    }
-}
-
-impl Drop for Pool {
-    fn drop(&mut self) {
-        if self.process != std::process::id() {
-            let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
-            for idle in state.idle.drain(..) {
-                idle.wire.abandon();
-            }
-        }
-    }
-}
-
-/// A connection that is in use. Dropping it closes it; [`Lent::give_back`] returns it.
-pub(crate) struct Lent {
-    pool: Arc<Pool>,
-    wire: Option<Box<Wire>>,
-    pub(crate) memo: Memo,
-    /// Opened for this use: if it fails, the server is away, not the connection stale.
-    pub(crate) fresh: bool,
-}
-
-impl Lent {
-    pub(crate) fn wire(&mut self) -> Result<&mut Wire> {
-        self.wire.as_deref_mut().ok_or_else(LockError::closed)
-    }
-
-    pub(crate) fn connector(&self) -> &Connector {
-        &self.pool.connector
-    }
-
-    /// Returns a connection that is in order: no transaction, no unanswered message, no session lock.
-    pub(crate) fn give_back(mut self) {
-        let Some(wire) = self.wire.take() else { return };
-        wire.link.unlimited();
-        let memo = std::mem::take(&mut self.memo);
-        let mut refused = None;
-        {
-            let mut state = self.pool.state();
-            if state.closed || wire.is_closed() {
-                refused = Some(wire);
-            } else {
-                state.idle.push(Idle { wire, memo, since: Instant::now() });
-                state.open += 1;
-            }
-        }
-        // Dropping `self` without its wire gives the slot back and wakes the next waiter.
-        drop(refused);
-    }
-}
-
-impl Drop for Lent {
-    fn drop(&mut self) {
-        if let Some(wire) = self.wire.take() {
-            if self.pool.process == std::process::id() {
-                drop(wire);
-            } else {
-                wire.abandon();
-            }
-        }
-        let mut state = self.pool.state();
-        state.open = state.open.saturating_sub(1);
-        let awaited = state.waiting > 0;
-        drop(state);
-        if awaited {
-            self.pool.free.notify_one();
         }
     }
 }

@@ -102,6 +102,7 @@ impl PostgresBackend {
                 self.source.keep(connection);
             }
             replaced += 1;
+            self.purge_after(&outcome, fresh);
             let unsure = matches!(outcome, Err(Trouble::Broken { in_doubt: true, .. }));
             in_doubt |= unsure;
             match outcome {
@@ -113,6 +114,13 @@ impl PostgresBackend {
                 }
                 Err(trouble) => return Err(fault(in_doubt, trouble.into_error())),
             }
+        }
+    }
+
+    /// Has no idle connection used any more, if what became of this one says so.
+    pub(crate) fn purge_after<R>(&self, outcome: &Result<R, Trouble>, fresh: bool) {
+        if outcome.as_ref().is_err_and(|trouble| trouble.is_of_all(fresh)) {
+            self.source.purge();
         }
     }
 
@@ -133,6 +141,7 @@ impl PostgresBackend {
             let process = session.backend();
             session.finish();
             replaced += 1;
+            self.purge_after(&outcome, fresh);
             match outcome {
                 Ok(result) => return Ok(result),
                 Err(Trouble::Broken { error, in_doubt: true, .. }) => {
@@ -140,10 +149,7 @@ impl PostgresBackend {
                 }
                 Err(Trouble::Unprepared) if replaced < MAX_REPLACEMENTS => {}
                 Err(Trouble::Broken { stale: true, .. })
-                    if !fresh && replaced < MAX_REPLACEMENTS && Instant::now() < end =>
-                {
-                    self.source.purge();
-                }
+                    if !fresh && replaced < MAX_REPLACEMENTS && Instant::now() < end => {}
                 Err(trouble) => return Err(Fault::Error(trouble.into_error())),
             }
         }

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use crate::cancel::{CancelToken, Subscription};
 use crate::error::{ErrorCode, LockError, Result};
 use crate::postgres::connect::{guard_runtime, rest};
-use crate::postgres::error::{Trouble, call_error, is_unprepared};
+use crate::postgres::error::{READ_ONLY, Trouble, call_error, is_unprepared};
 use crate::postgres::link::Link;
 use crate::postgres::row::{Answers, int, malformed, required};
 use crate::postgres::source::Connection;
@@ -396,7 +396,10 @@ impl<'a> Session<'a> {
             return Failed::Trouble(self.left_open());
         }
         let unprepared = is_unprepared(&error);
-        let trouble = call_error(error, commits);
+        let trouble = match call_error(error, commits) {
+            Trouble::Refused(error) if error.sqlstate() == Some(READ_ONLY) => self.read_only(error),
+            trouble => trouble,
+        };
         match (state, trouble) {
             (_, trouble @ Trouble::Refused(_)) if unprepared => Failed::Unprepared(trouble),
             (Some(state), trouble @ Trouble::Refused(_)) => Failed::State(state, trouble),
@@ -405,6 +408,14 @@ impl<'a> Session<'a> {
                 Failed::Trouble(trouble)
             }
         }
+    }
+
+    /// The connection leads to a standby, where nothing can be changed. Another may lead to the primary:
+    /// if this one was used before, that is not known yet.
+    pub(crate) fn read_only(&mut self, error: LockError) -> Trouble {
+        let stale = self.connection.as_ref().is_some_and(Connection::was_used);
+        self.cut();
+        Trouble::Broken { error, in_doubt: false, stale }
     }
 
     /// A caller's connection came with a transaction of other code's, in which nothing of ours was done.

@@ -1,21 +1,21 @@
-//! Where connections come from: our own pool, or a caller's.
+//! Where connections come from: a pool for operations, ours or a caller's, and one connection kept
+//! apart for renewals.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use postgres::Client;
 use postgres::fallible_iterator::FallibleIterator;
-use postgres::{Client, NoTls};
-use r2d2::{ManageConnection, PooledConnection};
+use r2d2::ManageConnection;
 
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
-use crate::postgres::connect::{Connector, check_runtime, drop_client, guard_runtime, rest};
+use crate::postgres::callers::CallersPool;
+use crate::postgres::connect::{Connector, guard_runtime, rest};
 use crate::postgres::link::Link;
-use crate::postgres::pool::{Lent, Pool};
+use crate::postgres::pool::{self, Canceller, Lent, Pool};
+use crate::postgres::slots::{OwnPool, Shared};
 use crate::postgres::statement::Memo;
-
-/// How long a caller's pool is waited for at a time, where a token may end the wait.
-const SLICE: Duration = Duration::from_millis(100);
 
 /// How long a caller's pool may take to spare a second connection.
 const SPARE: Duration = Duration::from_secs(1);
@@ -25,30 +25,31 @@ const LISTEN: Duration = Duration::from_millis(1);
 
 /// Lends connections for operations, and keeps one apart for renewals.
 pub(crate) struct Source {
-    operations: Operations,
+    operations: Box<dyn Pool>,
     renewals: Renewals,
+    /// How to open a connection of our own, where that is known.
+    connector: Option<Connector>,
+    is_own: bool,
     process: u32,
 }
 
-enum Operations {
-    Own(Arc<Pool>),
-    Foreign { pool: CallersPool, canceller: Canceller },
-}
-
-#[expect(clippy::large_enum_variant, reason = "there is one per client")]
 enum Renewals {
-    /// A pool of one, not counted among the others.
-    Own(Arc<Pool>),
-    /// One of the caller's connections, kept from the first renewed guard on.
+    /// A pool of one of ours, not counted among the others.
+    Own(OwnPool),
+    /// One of the caller's connections, kept while guards are renewed.
     Kept(Mutex<Option<Connection>>),
 }
 
 impl Source {
     /// Our own pool of `max` connections, and one more for renewals.
     pub(crate) fn own(connector: Connector, max: u32, connection_timeout: Duration) -> Self {
+        let shared = Arc::<Shared>::default();
+        let pool = |max| OwnPool::new(connector.clone(), max, connection_timeout, Arc::clone(&shared));
         Self {
-            renewals: Renewals::Own(Pool::new(connector.clone(), 1, connection_timeout)),
-            operations: Operations::Own(Pool::new(connector, max, connection_timeout)),
+            renewals: Renewals::Own(pool(1)),
+            operations: Box::new(pool(max)),
+            connector: Some(connector),
+            is_own: true,
             process: std::process::id(),
         }
     }
@@ -62,41 +63,23 @@ impl Source {
     where
         M: ManageConnection<Connection = Client>,
     {
-        let canceller = Canceller(renewals.clone());
         Self {
-            renewals: match renewals {
-                Some(connector) => Renewals::Own(Pool::new(connector, 1, connection_timeout)),
+            renewals: match renewals.clone() {
+                Some(connector) => {
+                    Renewals::Own(OwnPool::new(connector, 1, connection_timeout, Arc::default()))
+                }
                 None => Renewals::Kept(Mutex::new(None)),
             },
-            operations: Operations::Foreign { pool: CallersPool(Some(Box::new(pool))), canceller },
+            operations: Box::new(CallersPool::new(pool, renewals.clone())),
+            connector: renewals,
+            is_own: false,
             process: std::process::id(),
         }
     }
 
     /// A connection for an operation.
     pub(crate) fn get(&self, end: Instant, cancel: &CancelToken) -> Result<Connection> {
-        match &self.operations {
-            Operations::Own(pool) => pool.get(end, cancel).map(Connection::Own),
-            Operations::Foreign { pool, canceller } => loop {
-                cancel.check()?;
-                LockError::check_process(self.process)?;
-                check_runtime()?;
-                let time = rest(end);
-                let wait = if cancel.is_never() { time } else { time.min(SLICE) };
-                match pool.lend(wait) {
-                    Ok(mut lent) => {
-                        let memo = lent.take_memo();
-                        break Ok(Connection::Foreign(Foreign {
-                            lent: Some(lent),
-                            memo,
-                            canceller: canceller.clone(),
-                        }));
-                    }
-                    Err(error) if wait == time => break Err(error),
-                    Err(_) => {}
-                }
-            },
-        }
+        pool::get(&*self.operations, end, cancel).map(Connection)
     }
 
     /// A connection beside the one that the caller has, for a moment: of our own where we know how to
@@ -114,7 +97,7 @@ impl Source {
     pub(crate) fn get_for_renewals(&self, end: Instant) -> Result<Connection> {
         let never = CancelToken::never();
         match &self.renewals {
-            Renewals::Own(pool) => pool.get(end, &never).map(Connection::Own),
+            Renewals::Own(pool) => pool::get(pool, end, &never).map(Connection),
             Renewals::Kept(kept) => {
                 let mut connection = kept.lock().unwrap_or_else(PoisonError::into_inner).take();
                 let open = |kept: &mut Connection| kept.client().is_ok_and(|client| !client.is_closed());
@@ -144,64 +127,61 @@ impl Source {
 
     /// Whether renewals can have a connection that operations cannot take away.
     pub(crate) fn can_reserve(&self) -> Result<bool> {
-        match (&self.renewals, &self.operations) {
-            (Renewals::Kept(_), Operations::Foreign { pool, .. }) if pool.max_size() < 2 => {
-                Err(LockError::invalid(
-                    "renewals need a connection of their own: give the pool a max_size of at least 2, or call the builder's maintenance()",
-                ))
-            }
-            (Renewals::Kept(kept), _) => Ok(kept.lock().unwrap_or_else(PoisonError::into_inner).is_none()),
-            (Renewals::Own(_), _) => Ok(false),
+        match &self.renewals {
+            Renewals::Kept(_) if self.operations.max_size() < 2 => Err(LockError::invalid(
+                "renewals need a connection of their own: give the pool a max_size of at least 2, or call the builder's maintenance()",
+            )),
+            Renewals::Kept(kept) => Ok(kept.lock().unwrap_or_else(PoisonError::into_inner).is_none()),
+            Renewals::Own(_) => Ok(false),
         }
+    }
+
+    /// Gives a caller's connection back that was kept for renewals. Whether there could be one.
+    pub(crate) fn unreserve(&self) -> bool {
+        let Renewals::Kept(kept) = &self.renewals else { return false };
+        let connection = kept.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(connection) = connection {
+            connection.give_back();
+        }
+        true
     }
 
     /// An idle connection of ours on which a session lock's timer still runs.
     pub(crate) fn take_timed(&self) -> Option<Connection> {
-        match &self.operations {
-            Operations::Own(pool) => pool.take_timed().map(Connection::Own),
-            Operations::Foreign { .. } => None,
-        }
+        self.operations.take_timed().map(Connection)
     }
 
-    /// Closes idle connections that a restart of the server has made stale.
+    /// Idle connections of ours are not trusted any more: a restart of the server, or a firewall, has
+    /// made them stale, or they lead to a standby.
     pub(crate) fn purge(&self) {
-        if let Operations::Own(pool) = &self.operations {
+        self.operations.purge();
+        if let Renewals::Own(pool) = &self.renewals {
             pool.purge();
         }
     }
 
     /// Opens no more connections of ours and closes the idle ones; gives the kept one back.
     pub(crate) fn close(&self) {
-        if let Operations::Own(pool) = &self.operations {
-            pool.close();
+        if self.process != std::process::id() {
+            return;
         }
+        self.operations.close();
         match &self.renewals {
             Renewals::Own(pool) => pool.close(),
-            Renewals::Kept(kept) => {
-                let connection = kept.lock().unwrap_or_else(PoisonError::into_inner).take();
-                if let Some(connection) = connection {
-                    connection.give_back();
-                }
+            Renewals::Kept(_) => {
+                self.unreserve();
             }
         }
     }
-}
 
-impl Source {
     /// How to open connections like those of our own pool.
     pub(crate) fn own_connector(&self) -> Option<&Connector> {
-        match &self.operations {
-            Operations::Own(pool) => Some(pool.connector()),
-            Operations::Foreign { .. } => None,
-        }
+        self.connector.as_ref().filter(|_| self.is_own)
     }
 
     /// How to open a connection of our own, where that is known.
     pub(crate) fn connector(&self) -> Option<&Connector> {
-        match (&self.operations, &self.renewals) {
-            (Operations::Own(pool), _) | (_, Renewals::Own(pool)) => Some(pool.connector()),
-            _ => None,
-        }
+        self.connector.as_ref()
     }
 }
 
@@ -210,61 +190,43 @@ impl Drop for Source {
     fn drop(&mut self) {
         if let Renewals::Kept(kept) = &mut self.renewals {
             let kept = kept.get_mut().unwrap_or_else(PoisonError::into_inner).take();
-            if let Some(connection) = kept {
-                connection.give_back();
+            match kept {
+                Some(connection) if self.process == std::process::id() => connection.give_back(),
+                Some(connection) => connection.abandon(),
+                None => {}
             }
         }
     }
 }
 
-/// A connection in use.
-pub(crate) enum Connection {
-    Own(Lent),
-    Foreign(Foreign),
-}
-
-/// A connection of a caller's pool. Dropping it without giving it back ends its session.
-pub(crate) struct Foreign {
-    lent: Option<Box<dyn Borrowed>>,
-    memo: Memo,
-    canceller: Canceller,
-}
+/// A connection in use, of either kind of pool. Dropping it without giving it back ends its session.
+pub(crate) struct Connection(Box<dyn Lent>);
 
 impl Connection {
-    /// One beside those of the pools: of a pool of one, which ends with it.
+    /// One beside those of the pools, which ends with its use.
     pub(crate) fn alone(connector: Connector, limit: Duration, cancel: &CancelToken) -> Result<Self> {
-        Pool::new(connector, 1, limit).get(Instant::now() + limit, cancel).map(Self::Own)
+        OwnPool::alone(connector, limit, cancel).map(Self)
     }
 
     pub(crate) fn client(&mut self) -> Result<&mut Client> {
-        let gone = || {
+        self.0.client().ok_or_else(|| {
             LockError::new(ErrorCode::ServiceUnavailable)
                 .with_message("the connection to the server is closed")
-        };
-        match self {
-            Self::Own(lent) => lent.wire()?.client().ok_or_else(gone),
-            Self::Foreign(foreign) => foreign.lent.as_mut().map(|lent| lent.client()).ok_or_else(gone),
-        }
+        })
     }
 
     /// Whether it is of a pool of ours, which knows what state its sessions are in.
     pub(crate) fn is_own(&self) -> bool {
-        matches!(self, Self::Own(_))
+        self.0.is_own()
     }
 
     pub(crate) fn memo(&mut self) -> &mut Memo {
-        match self {
-            Self::Own(lent) => &mut lent.memo,
-            Self::Foreign(foreign) => &mut foreign.memo,
-        }
+        self.0.memo()
     }
 
     /// The handle of its socket; a caller's connections have none.
     pub(crate) fn link(&mut self) -> Option<&Link> {
-        match self {
-            Self::Own(lent) => lent.wire().ok().map(|wire| &wire.link),
-            Self::Foreign(_) => None,
-        }
+        self.0.link()
     }
 
     pub(crate) fn cancel_token(&mut self) -> Option<postgres::CancelToken> {
@@ -272,17 +234,17 @@ impl Connection {
     }
 
     pub(crate) fn canceller(&self) -> Canceller {
-        match self {
-            Self::Own(lent) => Canceller(Some(lent.connector().clone())),
-            Self::Foreign(foreign) => foreign.canceller.clone(),
-        }
+        self.0.canceller()
     }
 
+    /// Opened for this use: if it fails, the server is away, not the connection stale.
     pub(crate) fn is_fresh(&self) -> bool {
-        match self {
-            Self::Own(lent) => lent.fresh,
-            Self::Foreign(_) => false,
-        }
+        self.0.is_fresh()
+    }
+
+    /// Whether it is certain that it was used before this use.
+    pub(crate) fn was_used(&self) -> bool {
+        self.0.was_used()
     }
 
     /// Whether our own deadline ends every wait on it: a TCP connection of ours.
@@ -315,149 +277,11 @@ impl Connection {
 
     /// Returns a connection that is in order.
     pub(crate) fn give_back(self) {
-        match self {
-            Self::Own(lent) => lent.give_back(),
-            Self::Foreign(mut foreign) => {
-                if let Some(mut lent) = foreign.lent.take() {
-                    lent.put_memo(std::mem::take(&mut foreign.memo));
-                }
-            }
-        }
+        self.0.keep();
     }
 
     /// Ends the session of a connection that is in doubt.
     pub(crate) fn discard(self) {
         drop(self);
-    }
-}
-
-impl Drop for Foreign {
-    fn drop(&mut self) {
-        if let Some(lent) = self.lent.take() {
-            drop_client(Ending(Some(lent)));
-        }
-    }
-}
-
-/// A connection of a caller's pool that is in doubt. Dropping it, where the driver may be used, ends
-/// its session; one that cannot be ended never goes back.
-struct Ending(Option<Box<dyn Borrowed>>);
-
-impl Drop for Ending {
-    fn drop(&mut self) {
-        let Some(mut lent) = self.0.take() else { return };
-        // r2d2 takes only a closed connection out of its pool, so have the server close this one. Its
-        // answer may come before its end does; then the next message meets the end.
-        let end = "ROLLBACK; SELECT pg_catalog.pg_terminate_backend(pg_catalog.pg_backend_pid())";
-        // Twice, because a cancel request that was for the last call may still arrive and meet the first.
-        for message in [end, "", end, ""] {
-            if lent.client().is_closed() {
-                return;
-            }
-            if let Err(error) = lent.client().batch_execute(message) {
-                log::debug!("a connection in doubt was ended: {:?}", error.code());
-            }
-        }
-        if !lent.client().is_closed() {
-            log::debug!("a connection in doubt could not be ended and is kept out of its pool");
-            std::mem::forget(lent);
-        }
-    }
-}
-
-/// Asks a server to cancel a statement: through TLS where we know how, else in plain text.
-#[derive(Clone)]
-pub(crate) struct Canceller(Option<Connector>);
-
-impl Canceller {
-    pub(crate) fn cancel(&self, token: &postgres::CancelToken) {
-        match &self.0 {
-            Some(connector) => connector.cancel(token),
-            None => {
-                if let Err(error) = token.cancel_query(NoTls) {
-                    log::debug!("the cancel request did not reach the server: {error}");
-                }
-            }
-        }
-    }
-}
-
-/// Our hold on a caller's pool. It may be the last one, and a pool drops its idle connections where
-/// it is dropped: never inside an async runtime.
-struct CallersPool(Option<Box<dyn ForeignPool>>);
-
-impl CallersPool {
-    fn lend(&self, wait: Duration) -> Result<Box<dyn Borrowed>> {
-        match &self.0 {
-            Some(pool) => pool.lend(wait),
-            // Only `drop` takes it out.
-            None => Err(LockError::closed()),
-        }
-    }
-
-    fn max_size(&self) -> u32 {
-        self.0.as_ref().map_or(0, |pool| pool.max_size())
-    }
-}
-
-impl Drop for CallersPool {
-    fn drop(&mut self) {
-        if let Some(pool) = self.0.take() {
-            drop_client(pool);
-        }
-    }
-}
-
-/// A caller's pool, whatever its manager.
-trait ForeignPool: Send + Sync {
-    fn lend(&self, wait: Duration) -> Result<Box<dyn Borrowed>>;
-    fn max_size(&self) -> u32;
-}
-
-impl<M: ManageConnection<Connection = Client>> ForeignPool for r2d2::Pool<M> {
-    fn lend(&self, wait: Duration) -> Result<Box<dyn Borrowed>> {
-        let wait = wait.min(self.connection_timeout());
-        match self.get_timeout(wait) {
-            Ok(connection) => Ok(Box::new(connection)),
-            Err(error) => {
-                // r2d2 says "timed out" for both: an exhausted pool, and a server that is away.
-                let state = self.state();
-                let exhausted = state.connections >= self.max_size();
-                Err(if exhausted {
-                    LockError::new(ErrorCode::RateLimited).with_message(
-                        "no connection of the caller's pool became free in time: raise its max_size",
-                    )
-                } else {
-                    LockError::new(ErrorCode::ServiceUnavailable)
-                        .with_message("the caller's pool could not open a connection in time")
-                }
-                .with_source(error))
-            }
-        }
-    }
-
-    fn max_size(&self) -> u32 {
-        Self::max_size(self)
-    }
-}
-
-/// A connection lent by a caller's pool.
-trait Borrowed: Send {
-    fn client(&mut self) -> &mut Client;
-    fn take_memo(&mut self) -> Memo;
-    fn put_memo(&mut self, memo: Memo);
-}
-
-impl<M: ManageConnection<Connection = Client>> Borrowed for PooledConnection<M> {
-    fn client(&mut self) -> &mut Client {
-        self
-    }
-
-    fn take_memo(&mut self) -> Memo {
-        Self::extensions_mut(self).remove::<Memo>().unwrap_or_default()
-    }
-
-    fn put_memo(&mut self, memo: Memo) {
-        Self::extensions_mut(self).insert(memo);
     }
 }

@@ -238,6 +238,10 @@ impl<B: LockBackend> LockBackend for Telemetry<B> {
         self.inner.reserve_renewals(deadline, cancel)
     }
 
+    fn unreserve_renewals(&self) -> bool {
+        self.inner.unreserve_renewals()
+    }
+
     fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoDebug>> {
         self.lookup_reported(what, |inner| inner.lookup_raw(what, cancel))
     }

@@ -43,6 +43,7 @@ pub mod binaries;
 pub mod bouncer;
 pub mod clock;
 pub mod cluster;
+pub mod forward;
 pub mod frames;
 pub mod keeper;
 pub mod leases;
