@@ -187,6 +187,9 @@ pub use telemetry::{
     EventResult, LockEvent, Operation, Telemetry, TelemetryHandle, TelemetryOptions, with_telemetry,
 };
 
+// The versions whose types are in this interface: for a pool of the caller's.
+pub use {r2d2, r2d2_postgres};
+
 /// The examples in the documents compile.
 #[cfg(doctest)]
 mod documents {

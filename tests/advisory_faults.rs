@@ -2,12 +2,12 @@
 
 mod support;
 
-use std::fs;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use postgres::{Client, NoTls};
 use r2d2_postgres::PostgresConnectionManager;
+use support::leases::threads_named;
 use support::proxy::{Action, Proxy};
 use support::session_locks::{has_session_timer, server_port};
 use support::wire::Wire;
@@ -167,15 +167,12 @@ fn a_stopped_holder_that_prefers_exclusion_keeps_its_lock() {
 #[test]
 fn threads_come_with_the_first_lock_and_go_with_the_last() {
     worker::part("counter", |parent| {
-        let threads = || {
-            let names = fs::read_dir("/proc/self/task")
-                .unwrap()
-                .map(|task| fs::read_to_string(task.unwrap().path().join("comm")).unwrap_or_default());
-            names.filter(|name| name.starts_with("syncguard")).count()
-        };
+        let all = || threads_named("syncguard");
+        let threads = || all().saturating_sub(threads_named("syncguard-pool"));
         let client = client(server().url());
         assert!(client.advisory_holders().is_ok());
         assert_eq!(threads(), 0);
+        wait_until(LIMIT, "the pool's runs", || all() == 1);
         let guards: Vec<_> = (0..8).map(|_| taken(&client, key())).collect();
         // A thread takes its name only when it runs.
         wait_until(LIMIT, "two threads run", || threads() == 2);
@@ -186,7 +183,7 @@ fn threads_come_with_the_first_lock_and_go_with_the_last() {
         drop(client);
         assert!(guard.is_held() && threads() == 2, "a guard is looked after without its client");
         drop(guard);
-        wait_until(LIMIT, "they end", || threads() == 0);
+        wait_until(LIMIT, "they end, and the pool's with them", || all() == 0);
         parent.say("done");
     });
     let _ = server();

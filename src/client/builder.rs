@@ -116,7 +116,7 @@ impl PgLockClientBuilder {
     }
 
     /// The most connections of the client's own pool, without the one kept for renewals. Default 10,
-    /// at least 1. Waiting for a lock occupies no connection.
+    /// at least 1; more than 10,000 count as 10,000. Waiting for a lock occupies no connection.
     pub fn max_connections(mut self, max: u32) -> Self {
         self.max_connections = max;
         self
@@ -235,7 +235,7 @@ impl PgLockClientBuilder {
 
     /// Builds a client on a caller's pool, for programs that already have one.
     ///
-    /// One of the pool's connections is kept for renewals from the first renewed guard on, unless
+    /// One of the pool's connections is kept for renewals while guards are renewed, unless
     /// [`maintenance`](Self::maintenance) says how to open one: a pool of one connection is then
     /// `InvalidArgument`. The client cannot time out a driver's call on a connection that is not its
     /// own: the server's limits hold, and the pool's `connection_timeout`.

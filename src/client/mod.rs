@@ -53,6 +53,10 @@ pub use builder::PgLockClientBuilder;
 /// a runtime they fail with [`InvalidArgument`](crate::ErrorCode::InvalidArgument): the driver panics
 /// there, which is caught, but the panic hook prints it, and with `panic = "abort"` it ends the
 /// program. Dropping a guard or a client there is fine: the work is handed to a thread.
+///
+/// After a `fork` the child's copies of a client are refused, and what they hold is the parent's. Make
+/// clients after the fork, or `exec`: a *new* client in such a child is safe only if no thread of the
+/// parent was waiting for a connection of a pool, the caller's pools included, at that moment.
 #[derive(Clone)]
 pub struct PgLockClient {
     // Before the locks: the last drop of those may close the backend.

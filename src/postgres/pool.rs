@@ -14,6 +14,7 @@ use crate::cancel::CancelToken;
 use crate::error::{LockError, Result};
 use crate::postgres::connect::{Connector, check_runtime, rest};
 use crate::postgres::link::Link;
+use crate::postgres::session::out_of_time;
 use crate::postgres::statement::Memo;
 
 /// How long one slice of a wait is. Each may have a caller's pool open one more connection, within its
@@ -85,6 +86,9 @@ pub(crate) trait Lent: Send {
 /// A connection of this pool, open, within `end` and the pool's own limit.
 pub(crate) fn get(pool: &dyn Pool, end: Instant, cancel: &CancelToken) -> Result<Box<dyn Lent>> {
     check_runtime()?;
+    if rest(end).is_zero() {
+        return Err(out_of_time());
+    }
     let end = Instant::now().checked_add(pool.connection_timeout()).map_or(end, |own| own.min(end));
     let mut why = None;
     loop {

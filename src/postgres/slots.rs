@@ -13,7 +13,7 @@
 use std::convert::Infallible;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use postgres::Client;
@@ -25,6 +25,7 @@ use crate::error::{ErrorCode, LockError, Result};
 use crate::postgres::connect::{Connector, Wire};
 use crate::postgres::link::Link;
 use crate::postgres::pool::{Canceller, Lent, NotLent, Pool};
+use crate::postgres::session::out_of_time;
 use crate::postgres::statement::Memo;
 
 /// A connection that was idle for longer is closed instead of lent.
@@ -37,7 +38,7 @@ const MOST_SLOTS: u32 = 10_000;
 #[derive(Default)]
 pub(crate) struct Shared {
     /// r2d2 wants a thread for as long as a pool lives; all of a client's pools have the same one.
-    thread: Mutex<Option<Arc<ScheduledThreadPool>>>,
+    thread: Mutex<Weak<ScheduledThreadPool>>,
     /// How often idle connections were found to be untrustworthy. One that was opened before the last
     /// time is not used any more.
     purges: AtomicU64,
@@ -84,7 +85,7 @@ struct Inner {
     max: u32,
     connection_timeout: Duration,
     shared: Arc<Shared>,
-    pool: OnceLock<r2d2::Pool<Slots>>,
+    pool: Mutex<Option<r2d2::Pool<Slots>>>,
     closed: AtomicBool,
     process: u32,
 }
@@ -101,7 +102,7 @@ impl OwnPool {
             max: max.clamp(1, MOST_SLOTS),
             connection_timeout,
             shared,
-            pool: OnceLock::new(),
+            pool: Mutex::default(),
             closed: AtomicBool::new(false),
             process: std::process::id(),
         }))
@@ -141,6 +142,11 @@ impl Pool for OwnPool {
     }
 
     fn exhausted(&self, _: Option<r2d2::Error>) -> LockError {
+        let slots = self.0.built().as_ref().map_or(0, |pool| pool.state().connections);
+        if slots < self.0.max {
+            // They are still being made: the pool's thread has had no time.
+            return out_of_time();
+        }
         LockError::new(ErrorCode::RateLimited).with_message(format!(
             "no connection became free in time, all {} of the pool are in use: raise max_connections or hold fewer session locks",
             self.0.max
@@ -149,19 +155,24 @@ impl Pool for OwnPool {
 
     fn purge(&self) {
         self.0.shared.purges.fetch_add(1, Ordering::SeqCst);
-        self.0.close_idle();
+        let pool = self.0.built().clone();
+        if let Some(pool) = pool {
+            self.0.close_idle(&pool);
+        }
     }
 
+    /// What is in use keeps r2d2's pool, and its thread, until it comes back.
     fn close(&self) {
         self.0.closed.store(true, Ordering::SeqCst);
-        if self.0.process == std::process::id() {
-            self.0.close_idle();
+        let pool = self.0.built().take();
+        if let Some(pool) = pool {
+            self.0.close_idle(&pool);
         }
     }
 
     fn take_timed(&self) -> Option<Box<dyn Lent>> {
         let timed = |slot: &Slot| slot.0.as_ref().is_some_and(|opened| opened.memo.timer.is_some());
-        let pool = self.0.pool.get()?;
+        let pool = self.0.built().clone()?;
         let (mut others, mut found) = (Vec::new(), None);
         while let Some(slot) = pool.try_get() {
             if timed(&slot) {
@@ -181,31 +192,33 @@ fn put_back(slots: Vec<PooledConnection<Slots>>) {
 }
 
 impl Inner {
-    fn pool(&self) -> Result<&r2d2::Pool<Slots>> {
-        if let Some(pool) = self.pool.get() {
-            return Ok(pool);
+    fn built(&self) -> MutexGuard<'_, Option<r2d2::Pool<Slots>>> {
+        self.pool.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// r2d2's pool, built now if it is not yet.
+    fn pool(&self) -> Result<r2d2::Pool<Slots>> {
+        let mut built = self.built();
+        if self.closed.load(Ordering::SeqCst) {
+            return Err(LockError::closed());
+        }
+        if let Some(pool) = &*built {
+            return Ok(pool.clone());
         }
         // Whoever is second waits for the first; no I/O is done in here.
-        let mut thread = self.shared.thread.lock().unwrap_or_else(PoisonError::into_inner);
-        let thread = match &*thread {
-            Some(thread) => Arc::clone(thread),
-            None => Arc::clone(thread.insert(Arc::new(pool_thread()?))),
-        };
-        Ok(self.pool.get_or_init(|| {
-            r2d2::Pool::builder()
-                .max_size(self.max)
-                .test_on_check_out(false)
-                .idle_timeout(None)
-                .max_lifetime(None)
-                .error_handler(Box::new(NopErrorHandler))
-                .thread_pool(thread)
-                .build_unchecked(Slots)
-        }))
+        let pool = r2d2::Pool::builder()
+            .max_size(self.max)
+            .test_on_check_out(false)
+            .idle_timeout(None)
+            .max_lifetime(None)
+            .error_handler(Box::new(NopErrorHandler))
+            .thread_pool(self.shared.thread()?)
+            .build_unchecked(Slots);
+        Ok(built.insert(pool).clone())
     }
 
     /// Takes what is idle out of its slots, and closes it once the slots are back.
-    fn close_idle(&self) {
-        let Some(pool) = self.pool.get() else { return };
+    fn close_idle(&self, pool: &r2d2::Pool<Slots>) {
         let purges = self.shared.purges.load(Ordering::SeqCst);
         let closed = self.closed.load(Ordering::SeqCst);
         let mut slots = Vec::new();
@@ -223,8 +236,20 @@ impl Drop for Inner {
     fn drop(&mut self) {
         if self.process != std::process::id() {
             // Its sockets are the parent's, and a thread of the parent's may have had its lock at the fork.
-            std::mem::forget(self.pool.take());
+            std::mem::forget(self.pool.get_mut().unwrap_or_else(PoisonError::into_inner).take());
         }
+    }
+}
+
+impl Shared {
+    fn thread(&self) -> Result<Arc<ScheduledThreadPool>> {
+        let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(thread) = thread.upgrade() {
+            return Ok(thread);
+        }
+        let new = Arc::new(pool_thread()?);
+        *thread = Arc::downgrade(&new);
+        Ok(new)
     }
 }
 
@@ -317,20 +342,16 @@ impl Lent for OwnLent {
     }
 
     fn keep(mut self: Box<Self>) {
-        let closed = || self.pool.closed.load(Ordering::SeqCst);
         let (Some(mut opened), Some(mut slot)) = (self.opened.take(), self.slot.take()) else { return };
         opened.wire.link.unlimited();
-        if opened.wire.is_closed() || closed() {
+        if opened.wire.is_closed() || self.pool.closed.load(Ordering::SeqCst) {
             drop(opened);
             return;
         }
         (opened.since, opened.memo) = (Instant::now(), std::mem::take(&mut self.memo));
         slot.0 = Some(opened);
+        // If the pool is closed just now, this is the last that r2d2's pool is held by.
         drop(slot);
-        if closed() {
-            // Closed between the look and the return.
-            self.pool.close_idle();
-        }
     }
 }
 
