@@ -5,7 +5,8 @@
 //! | class 08, 25006, 25P03, class 53 but 53300, class 57 but 57014, class 58, class 40 | `ServiceUnavailable` |
 //! | 53300 | `RateLimited` |
 //! | class 28, 42501 | `AuthFailed` |
-//! | class 22, class 23, 3D000, 3F000, 42P01, 42703, 42883, class 54 | `InvalidArgument` |
+//! | class 22, class 23, 3D000, 3F000, 42P01, 42P10, 42703, 42883, 55000, class 54 | `InvalidArgument` |
+//! | 55000 while connecting: the database takes no connections | `ServiceUnavailable` |
 //! | 25P04, 55P03, 57014, and our own deadlines | `NetworkTimeout` |
 //! | anything else, and 23505 on a lock id | `Internal` |
 //!
@@ -73,7 +74,7 @@ pub(crate) fn code_for(sqlstate: &str) -> ErrorCode {
         "25006" | "25P03" => ErrorCode::ServiceUnavailable,
         "53300" => ErrorCode::RateLimited,
         "42501" => ErrorCode::AuthFailed,
-        "3D000" | "3F000" | "42P01" | "42703" | "42883" => ErrorCode::InvalidArgument,
+        "3D000" | "3F000" | "42P01" | "42P10" | "42703" | "42883" | "55000" => ErrorCode::InvalidArgument,
         "25P04" | "55P03" | "57014" => ErrorCode::NetworkTimeout,
         _ => match sqlstate.get(..2).unwrap_or_default() {
             "08" | "40" | "53" | "57" | "58" => ErrorCode::ServiceUnavailable,
@@ -161,6 +162,12 @@ pub(crate) fn is_unprepared(error: &postgres::Error) -> bool {
 pub(crate) fn connect_error(error: postgres::Error) -> LockError {
     if let Some(db) = error.as_db_error() {
         let sqlstate = sqlstate_of(db);
+        if sqlstate == "55000" {
+            return LockError::new(ErrorCode::ServiceUnavailable)
+                .with_message("the database takes no connections now: an operator has set ALLOW_CONNECTIONS false on it; try again later, or ALTER DATABASE … ALLOW_CONNECTIONS true (SQLSTATE 55000)")
+                .with_sqlstate("55000")
+                .with_source(error);
+        }
         return server_error(&sqlstate, error);
     }
     let (code, message) = transport(&error);
@@ -177,8 +184,10 @@ fn server_error(sqlstate: &str, error: postgres::Error) -> LockError {
     } else {
         hint(sqlstate, code)
     };
-    let mut mapped =
-        LockError::new(code).with_message(format!("{hint} (SQLSTATE {sqlstate})")).with_sqlstate(sqlstate);
+    let named = error.as_db_error().and_then(added_by_others).unwrap_or_default();
+    let mut mapped = LockError::new(code)
+        .with_message(format!("{hint}{named} (SQLSTATE {sqlstate})"))
+        .with_sqlstate(sqlstate);
     if matches!(sqlstate, "40001" | "40P01" | "55P03") {
         mapped = mapped.with_contention();
     }
@@ -211,6 +220,15 @@ fn quotes_values(sqlstate: &str) -> bool {
     }
 }
 
+/// The constraint or the column of somebody else's that refused a row, by its name: a name is no value.
+fn added_by_others(db: &postgres::error::DbError) -> Option<String> {
+    if !db.code().code().starts_with("23") {
+        return None;
+    }
+    let named = |what, name: Option<&str>| name.map(|name| format!(": the {what} {name:?}"));
+    named("constraint", db.constraint()).or_else(|| named("column", db.column()))
+}
+
 /// What failed and what to do, by SQLSTATE.
 fn hint(sqlstate: &str, code: ErrorCode) -> &'static str {
     match sqlstate {
@@ -219,11 +237,31 @@ fn hint(sqlstate: &str, code: ErrorCode) -> &'static str {
         }
         "3F000" => "the schema does not exist: create it, or name another with the builder's schema()",
         "3D000" => "the database does not exist: check the connection string",
-        "42501" => "the role lacks a right that this call needs: see the grants in docs/security.md",
+        "42501" => {
+            "the role lacks a right that this call needs, or row-level security is on for a lock table: see the grants in docs/security.md, and ALTER TABLE … DISABLE ROW LEVEL SECURITY"
+        }
+        "42P10" => {
+            "a lock table has no primary key or unique index on its key column: add the primary keys of schema.sql"
+        }
+        "55000" => {
+            "a lock table is in a state that refuses this change: its primary key must not be DEFERRABLE, and if the table is published it needs a replica identity (its primary key, or ALTER TABLE … REPLICA IDENTITY FULL)"
+        }
+        "54000" => {
+            "the server reached a limit of its own: if it refuses writes to avoid a wraparound of transaction ids, end old prepared transactions (pg_prepared_xacts) and replication slots, then VACUUM the database (https://www.postgresql.org/docs/current/routine-vacuuming.html#VACUUM-FOR-WRAPAROUND)"
+        }
+        "22001" => {
+            "a column of the lock tables is too short for what it must hold: make every text column TEXT, as schema.sql does"
+        }
+        "23502" | "23503" | "23505" | "23514" | "23P01" => {
+            "something that was added to the lock tables refuses the row: drop it from them"
+        }
+        "P0001" => {
+            "a trigger or function of somebody's own on the lock tables refused this: its text is in the server's log"
+        }
         "25006" => "the server is read-only, a standby perhaps: connect to the primary",
         "40001" | "40P01" => "the transaction lost against another and was rolled back: try again",
         "55P03" => {
-            "another session holds a lock on the row, the table or the key's number, longer than this call may wait: see Operator::waiters(), then try again"
+            "another session holds a lock on the row, the table or the key's number, longer than this call may wait, or a prepared transaction does: see Operator::waiters() and pg_prepared_xacts, then try again"
         }
         "57014" => {
             "the server cancelled the statement, because its time was over or an operator ended it: try again"
@@ -339,7 +377,7 @@ mod tests {
             (
                 &[
                     "22000", "22001", "22003", "22021", "22P02", "22P05", "23000", "23502", "23505", "23514",
-                    "3D000", "3F000", "42P01", "42703", "42883", "54000",
+                    "3D000", "3F000", "42P01", "42P10", "42703", "42883", "54000", "55000",
                 ],
                 InvalidArgument,
             ),
@@ -356,12 +394,21 @@ mod tests {
     #[test]
     fn every_text_says_what_to_do() {
         let states = [
-            "42P01", "3F000", "3D000", "42501", "25006", "40001", "55P03", "57014", "53100", "53300",
-            "25P03", "57P01", "58030", "28P01", "22021", "XX000",
+            "42P10", "55000", "54000", "22001", "23514", "P0001", "42P01", "3F000", "3D000", "42501",
+            "25006", "40001", "55P03", "57014", "53100", "53300", "25P03", "57P01", "58030", "28P01",
+            "22021", "XX000",
         ];
         for state in states {
             let text = hint(state, code_for(state));
             assert!(text.contains(": "), "{state}: {text}");
+        }
+    }
+
+    #[test]
+    fn a_server_that_stops_before_a_wraparound_is_told_from_a_wrong_argument() {
+        let text = hint("54000", code_for("54000"));
+        for word in ["wraparound", "VACUUM", "pg_prepared_xacts"] {
+            assert!(text.contains(word), "{text}");
         }
     }
 

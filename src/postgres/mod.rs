@@ -176,10 +176,7 @@ impl PostgresBackend {
         let ddl = self.names.ddl(schema);
         self.run_bare(end, &never, |session| session.transaction(&Message::new().raw(&ddl)).map(drop))
             .map_err(Fault::into_error)
-            // Its grants are not those of a holder.
-            .map_err(|error| {
-                without_right(error, "something of the lock tables is missing and the role may not create it: run schema.sql as a role that may, then build the client with auto_create_tables(false) (SQLSTATE 42501)")
-            })?;
+            .map_err(set_up_error)?;
         let survey = self.survey(end, &never)?;
         log::info!("the lock tables were made, or completed, in the schema {schema:?}");
         self.remember(&survey)
@@ -299,6 +296,24 @@ fn read_survey(session: &mut Session<'_>, names: &Names) -> Result<Survey, Troub
         collation::check(session, &tables.locks, &tables.fences)?;
     }
     Ok(survey)
+}
+
+/// Why set-up failed, where that is another matter than in a call on the tables.
+fn set_up_error(error: LockError) -> LockError {
+    let message = match error.sqlstate() {
+        // Its grants are not those of a holder.
+        Some("42501") => {
+            "something of the lock tables is missing and the role may not create it: run schema.sql as a role that may, then build the client with auto_create_tables(false) (SQLSTATE 42501)"
+        }
+        Some("0A000") => {
+            "a lock table is partitioned, or something else that cannot have the indexes of schema.sql: make it a plain table (SQLSTATE 0A000)"
+        }
+        Some("P0001") => {
+            "an event trigger refused to create the lock tables (see pg_event_trigger and the server's log): run schema.sql as a role that it lets through, then build the client with auto_create_tables(false) (SQLSTATE P0001)"
+        }
+        _ => return error,
+    };
+    error.with_message(message)
 }
 
 /// Temporary tables come before all others on the search path, and each session has its own.

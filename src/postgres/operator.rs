@@ -59,7 +59,9 @@ pub struct Waiter {
     pub application_name: String,
     /// How long its statement has been running, in milliseconds.
     pub waiting_ms: i64,
-    /// The server processes that it waits for.
+    /// The server processes that it waits for. 0 is a prepared transaction, which has no process: it holds
+    /// its locks until somebody ends it, see `pg_prepared_xacts`
+    /// (<https://www.postgresql.org/docs/current/view-pg-prepared-xacts.html>).
     pub blocked_by: Vec<i32>,
 }
 
@@ -155,6 +157,10 @@ impl Operator {
     /// The acquires of this key that wait in the server right now, in no order: those in its queue, and
     /// the one that is through and stands before the key's row or counter, which somebody has locked.
     /// Waiters that sleep between two attempts are not in the server and not in this list.
+    ///
+    /// An acquire does not wait for a counter that a fenced transaction holds, but answers "locked". If it
+    /// goes on doing so and nobody has the key, look for open transactions, and in `pg_prepared_xacts` for
+    /// prepared ones: those survive their session, and a restart of the server.
     ///
     /// # Blocking
     ///
