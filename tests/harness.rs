@@ -15,8 +15,8 @@ use postgres::{Client, NoTls};
 use support::account::Account;
 use support::binaries::{Binaries, Search, parse_version};
 use support::{
-    Config, LIMIT, Server, Stop, TestSchema, Worker, logs, together, wait_until, wait_until_app_waits,
-    wait_until_backend_gone, wait_until_backend_waits, worker,
+    Action, Config, LIMIT, Proxy, Server, Stop, TestSchema, Worker, logs, together, wait_until,
+    wait_until_app_waits, wait_until_backend_gone, wait_until_backend_waits, worker,
 };
 
 type Done = Result<(), Box<dyn std::error::Error>>;
@@ -345,6 +345,34 @@ fn a_waiting_backend_is_seen_by_name_and_by_process_id() -> Done {
         assert!(matches!(waiting.join(), Ok(Ok(()))));
     });
     wait_until_backend_gone(&mut observer, pid);
+    Ok(())
+}
+
+#[test]
+fn a_proxy_rewrites_what_is_said_and_what_is_prepared() -> Done {
+    let server = support::server();
+    let proxy = Proxy::start(server.port());
+    proxy.rewrite(|sql| sql.replace("'as sent'", "'rewritten, and longer'"));
+    let seen = std::sync::Arc::new(std::sync::Mutex::new(Vec::new()));
+    let see = std::sync::Arc::clone(&seen);
+    proxy.on_query(move |sql| {
+        see.lock().expect("nobody panics").push(sql.to_owned());
+        Action::Pass
+    });
+    let mut client = Client::connect(&proxy.url(server.url()), NoTls)?;
+    let said = client.simple_query("SELECT 'as sent'; SELECT 'as sent'")?;
+    let said = said.iter().filter_map(|message| match message {
+        postgres::SimpleQueryMessage::Row(row) => row.get(0),
+        _ => None,
+    });
+    assert_eq!(said.collect::<Vec<_>>(), ["rewritten, and longer"; 2]);
+    let row = client.query_one("SELECT 'as sent' || $1::text", &[&"?"])?;
+    assert_eq!(row.get::<_, String>(0), "rewritten, and longer?");
+    assert_eq!(proxy.rewritten(), 2, "one that is said, one that is prepared");
+    let row = client.query_one("SELECT 'another'", &[])?;
+    assert_eq!((row.get::<_, String>(0).as_str(), proxy.rewritten()), ("another", 2));
+    let seen = seen.lock().expect("nobody panics");
+    assert!(seen[0].contains("as sent") && !seen.iter().any(|sql| sql.contains("rewritten")), "{seen:?}");
     Ok(())
 }
 
