@@ -13,6 +13,7 @@ mod client;
 mod config;
 mod explore;
 mod fast;
+mod late;
 mod mutations;
 mod protocol;
 mod server;
