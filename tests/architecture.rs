@@ -282,10 +282,11 @@ fn leases_are_not_judged_by_the_wall_clock() {
 }
 
 /// Files where what is computed decides which rows are meant.
-const IDENTITY_FILES: [&str; 5] = [
+const IDENTITY_FILES: [&str; 6] = [
     "src/model/key.rs",
     "src/model/lock_id.rs",
     "src/postgres/sql.rs",
+    "src/postgres/held.rs",
     "src/postgres/schema.rs",
     "src/advisory/key.rs",
 ];

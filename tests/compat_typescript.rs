@@ -11,7 +11,9 @@
 //!    committed. Ours never dodges that queue.
 //! 2. An extend or a release of ours may commit between its read and its upsert. If it read a live
 //!    row it has given up. If it read a dead one, the row was dead by a clock that ours is later
-//!    than, so ours refuses: nothing revives a dead row, and the upsert overwrites no lease.
+//!    than, so ours refuses: nothing revives a dead row. But it may have read the old row *before* an extend
+//!    of ours was committed, and find it dead by then: so an extend by the lock id alone whose answer came
+//!    later than that asks again behind the same queue, and hears `NotHeld`. A guard's answer comes too late.
 //! 3. A row that is written by hand, without the queue, it does overwrite. The holder of that row
 //!    hears `NotHeld` from then on.
 //!
@@ -27,7 +29,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use postgres::Client;
-use support::{Call, LIMIT, Place, TTL, id, place, unique};
+use support::{Call, Config, LIMIT, Place, Server, TTL, id, place, unique, wait_until};
 use syncguard::{
     AcquireResult, CancelToken, ErrorCode, ExtendOutcome, ExtendResult, LockBackend, Lookup, PgLockClient,
     ReleaseOutcome, ReleaseResult, hash_key, is_live, make_storage_key, normalize_and_validate_key,
@@ -367,6 +369,43 @@ fn interleave(
                 assert_eq!(row.unwrap().lock_id, id("theirs"), "{what}: their lease was deleted");
             }
         }
+    }
+}
+
+/// With a slow commit between their read and ours: two holders, if ours were taken at its word.
+#[test]
+fn an_extend_whose_commit_was_slow_and_a_take_over_never_both_succeed() {
+    let server = Server::start(&Config::new());
+    let place = Place::new(server.schema());
+    let name = unique();
+    let client = place.build(&name, PgLockClient::builder().operation_timeout(LIMIT));
+    for two in FORMS {
+        let (key, holder) = (place.key(&format!("slow{two}")), id(&format!("holder{two}")));
+        client.is_locked(&key).unwrap();
+        // Not even past its end yet.
+        place.stored.write(&key, &holder, 1_000, 7);
+        let ends = place.stored.row(&key).unwrap().expires_at_ms;
+        server.configure("synchronous_standby_names", "nobody");
+        let call = {
+            let (client, holder) = (client.clone(), holder.clone());
+            Call::start(&name, move || LockBackend::extend(&client, &holder, TTL, &token(two)))
+        };
+        let mut observer = server.client();
+        wait_until(LIMIT, "the extend's commit waits", || {
+            let waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'SyncRep'";
+            observer.query_one(waits, &[]).unwrap().get::<_, i64>(0) == 1
+        });
+        place.wait_for(ends + 1_001);
+        let mut theirs = Theirs::new(&place, &key, &id(&format!("theirs{two}")));
+        (0..4).for_each(|n| theirs.step(n));
+        assert!(theirs.go, "they read the old row, and it is dead");
+        server.configure("synchronous_standby_names", "");
+        call.wait_until_blocked(&place.stored);
+        (4..STEPS).for_each(|n| theirs.step(n));
+        assert!(theirs.won);
+        let extended = call.join().unwrap();
+        assert!(matches!(extended, ExtendOutcome::NotHeld(_)), "two holders: {extended:?}");
+        assert_eq!(place.stored.row(&key).unwrap().lock_id, id(&format!("theirs{two}")));
     }
 }
 

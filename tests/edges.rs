@@ -97,13 +97,25 @@ fn every_operation_judges_to_the_millisecond_with_the_time_rounded_down() {
             assert_eq!(extended, expected, "{what}");
 
             let lock_id = again();
-            let renewal = Renewal { key, lock_id: &lock_id, ttl: TTL };
+            let renewal = Renewal {
+                key,
+                lock_id: &lock_id,
+                fence: syncguard::Fence::new(7).unwrap(),
+                version: None,
+                ttl: TTL,
+            };
             let deadline = Clock::system().now().after(Duration::from_secs(60));
             let renewed = client.renew(&[renewal], deadline).remove(0).unwrap();
             let expected = if live {
-                RenewOutcome::Renewed { expires_at_ms: now + 30_000 }
+                RenewOutcome::Renewed { expires_at_ms: now + 30_000, version: None }
             } else {
                 RenewOutcome::Lost(LostReason::Expired)
+            };
+            let renewed = match renewed {
+                RenewOutcome::Renewed { expires_at_ms, .. } => {
+                    RenewOutcome::Renewed { expires_at_ms, version: None }
+                }
+                other => other,
             };
             assert_eq!(renewed, expected, "{what}");
 

@@ -10,8 +10,6 @@ mod durable;
 mod shared;
 mod support;
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use postgres::{Client, NoTls};
@@ -46,87 +44,6 @@ fn waiting(place: &Place, name: &str) -> Vec<i32> {
     let sql = "SELECT coalesce(array_agg(DISTINCT a.pid), '{}') FROM pg_stat_activity AS a JOIN pg_locks AS l USING (pid) \
                WHERE a.application_name = $1 AND NOT l.granted";
     place.stored.one(sql, &[&name]).get(0)
-}
-
-/// The extend whose answer was lost waits in the server, for a row. If its process were not ended, it
-/// would be carried out after all, some time after the second one.
-#[test]
-fn the_server_process_of_a_lost_answer_is_ended_also_where_the_driver_prepared_its_statement() {
-    let (place, name) = (place(), unique());
-    let proxy = Proxy::start(support::server().port());
-    let client = through(&place, &proxy, &name);
-    let key = place.key("a");
-    place.stored.write(&key, &id("mine"), 30_000, 1);
-    for _ in 0..OFTEN {
-        assert!(matches!(client.extend(&id("mine"), TTL).unwrap(), ExtendResult::Extended { .. }));
-    }
-    let mut busy = transaction(&place, "SELECT FROM syncguard_locks FOR UPDATE");
-    let cut = Arc::new(AtomicUsize::new(0));
-    let counted = Arc::clone(&cut);
-    proxy.on_query(move |sql| {
-        if is_bound(sql, Op::Extend) && counted.fetch_add(1, Ordering::SeqCst) == 0 {
-            Action::SwallowAnswer
-        } else {
-            Action::Pass
-        }
-    });
-    let call = {
-        let client = client.clone();
-        Call::start(&name, move || client.extend(&id("mine"), TTL))
-    };
-    let first = first_try(&place, &name);
-    assert_eq!(cut.load(Ordering::SeqCst), 1, "it was called by the driver's prepared statement");
-    assert_ended_by_the_second(&place, &proxy, &name, first);
-    busy.batch_execute("ROLLBACK").unwrap();
-    assert!(matches!(call.join().unwrap(), ExtendResult::Extended { .. }));
-    assert_eq!(client.release(&id("mine")).unwrap(), ReleaseResult::Released);
-}
-
-/// The server shows the first kilobyte of what a process is busy with; the lease's id comes after the key.
-#[test]
-fn the_server_process_of_a_lost_answer_is_ended_whatever_the_length_of_the_key() {
-    let (place, name) = (place(), unique());
-    let proxy = Proxy::start(support::server().port());
-    let client = through(&place, &proxy, &name);
-    let key = place.key(&"long".repeat(100));
-    assert_the_first_acquire_is_ended(&place, &proxy, &client, &name, &key);
-}
-
-/// The server process that a call waits in.
-#[track_caller]
-fn first_try(place: &Place, name: &str) -> i32 {
-    wait_until(LIMIT, "the first try waits", || waiting(place, name).len() == 1);
-    waiting(place, name)[0]
-}
-
-/// The call loses its connection and tries again, and its first message does not stay behind.
-#[track_caller]
-fn assert_ended_by_the_second(place: &Place, proxy: &Proxy, name: &str, first: i32) {
-    proxy.cut_all();
-    wait_until(LIMIT, "the second try waits", || waiting(place, name).iter().any(|pid| *pid != first));
-    assert!(!waiting(place, name).contains(&first), "the first one still waits and would come late");
-}
-
-/// An acquire that waits for a stranger, and whose connection is cut there.
-#[track_caller]
-fn assert_the_first_acquire_is_ended(
-    place: &Place,
-    proxy: &Proxy,
-    client: &PgLockClient,
-    name: &str,
-    key: &str,
-) {
-    let mut stranger =
-        transaction(place, &format!("SELECT pg_advisory_xact_lock(pg_catalog.hashtext('{key}'))"));
-    let call = {
-        let (client, key) = (client.clone(), key.to_owned());
-        Call::start(name, move || client.acquire(&key, TTL))
-    };
-    let first = first_try(place, name);
-    assert_ended_by_the_second(place, proxy, name, first);
-    stranger.batch_execute("ROLLBACK").unwrap();
-    let grant = call.join().unwrap().acquired().expect("the key is free");
-    assert_eq!(client.release(&grant.lock_id).unwrap(), ReleaseResult::Released);
 }
 
 /// The calls that a settled session makes in one statement, by how the statement begins.
@@ -310,36 +227,6 @@ fn tables_that_are_made_anew_are_found_by_statements_that_the_driver_prepared() 
     assert_eq!(place.client.release(&grant.lock_id).unwrap(), ReleaseResult::Released);
 }
 
-/// Has each connection of a pool show times in its own way, as programs do for their users.
-#[derive(Debug, Default)]
-struct Zones(AtomicUsize);
-
-impl r2d2::CustomizeConnection<Client, postgres::Error> for Zones {
-    fn on_acquire(&self, connection: &mut Client) -> Result<(), postgres::Error> {
-        let zones = ["UTC", "Asia/Tokyo", "America/New_York"];
-        let styles = ["ISO", "German", "SQL, DMY"];
-        let n = self.0.fetch_add(1, Ordering::SeqCst) % zones.len();
-        connection.batch_execute(&format!("SET TIME ZONE '{}'; SET DateStyle TO {}", zones[n], styles[n]))
-    }
-}
-
-#[test]
-fn the_server_process_of_a_lost_answer_is_ended_whatever_way_its_session_shows_times() {
-    let (place, name) = (place(), unique());
-    let proxy = Proxy::start(support::server().port());
-    let mut config: postgres::Config = proxy.url(&place.schema.url()).parse().unwrap();
-    config.application_name(&name);
-    let pool = r2d2::Pool::builder()
-        .max_size(3)
-        .min_idle(Some(0))
-        .test_on_check_out(false)
-        .connection_customizer(Box::new(Zones::default()))
-        .build(r2d2_postgres::PostgresConnectionManager::new(config, NoTls))
-        .unwrap();
-    let client = PgLockClient::builder().operation_timeout(CALL).build(pool).unwrap();
-    assert_the_first_acquire_is_ended(&place, &proxy, &client, &name, &place.key("a"));
-}
-
 /// The message may have been carried out at the first try, whatever the last one says.
 #[test]
 fn a_change_whose_answer_is_lost_is_an_unknown_outcome_everywhere() {
@@ -354,8 +241,20 @@ fn a_change_whose_answer_is_lost_is_an_unknown_outcome_everywhere() {
     let before = [place.stored.row(&a).unwrap(), place.stored.row(&b).unwrap()];
     let (lease_a, lease_b) = (id("a"), id("b"));
     let leases = [
-        Renewal { key: &a, lock_id: &lease_a, ttl: TTL * 2 },
-        Renewal { key: &b, lock_id: &lease_b, ttl: TTL * 3 },
+        Renewal {
+            key: &a,
+            lock_id: &lease_a,
+            fence: syncguard::Fence::new(1).unwrap(),
+            version: None,
+            ttl: TTL * 2,
+        },
+        Renewal {
+            key: &b,
+            lock_id: &lease_b,
+            fence: syncguard::Fence::new(1).unwrap(),
+            version: None,
+            ttl: TTL * 3,
+        },
     ];
     let deadline = Clock::system().now().after(LIMIT);
     assert!(client.renew(&leases, deadline).iter().all(Result::is_ok));

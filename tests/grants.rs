@@ -233,7 +233,13 @@ fn holders_parts(stage: &Stage) -> Vec<Part<'_>> {
         "renew",
         Box::new(move |client| {
             stored.write("k", &id("mine"), 30_000, 7);
-            let renewal = Renewal { key: "k", lock_id: &id("mine"), ttl: TTL };
+            let renewal = Renewal {
+                key: "k",
+                lock_id: &id("mine"),
+                fence: syncguard::Fence::new(1).unwrap(),
+                version: None,
+                ttl: TTL,
+            };
             client.renew(&[renewal], Clock::system().now().after(LIMIT)).remove(0).map(drop)
         }),
     ));

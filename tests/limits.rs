@@ -170,7 +170,13 @@ fn rows_that_nobody_should_have_written_are_an_error_and_never_a_panic() {
         let deadline = Clock::system().now().after(LIMIT);
         let attempt = Attempt { key: &key, lock_id: &mine, ttl: TTL, deadline };
         let other = id("nobody");
-        let renewal = Renewal { key: &key, lock_id: &other, ttl: TTL };
+        let renewal = Renewal {
+            key: &key,
+            lock_id: &other,
+            fence: syncguard::Fence::new(1).unwrap(),
+            version: None,
+            ttl: TTL,
+        };
         for two in FORMS {
             let codes = [
                 LockBackend::lookup(client, Lookup::Key(&key), &token(two)).unwrap_err().code(),
@@ -180,7 +186,13 @@ fn rows_that_nobody_should_have_written_are_an_error_and_never_a_panic() {
                 client.operator().holders(10).unwrap_err().code(),
             ];
             assert_eq!(codes, [ErrorCode::Internal; 5], "{fence:?}");
-            let healthy = Renewal { key: &healthy, lock_id: &healthy_id, ttl: TTL };
+            let healthy = Renewal {
+                key: &healthy,
+                lock_id: &healthy_id,
+                fence: syncguard::Fence::new(7).unwrap(),
+                version: None,
+                ttl: TTL,
+            };
             for batch in [[healthy, renewal], [renewal, healthy]] {
                 let outcomes = client.renew(&batch, deadline);
                 let renewed = outcomes.iter().filter(|o| matches!(o, Ok(RenewOutcome::Renewed { .. })));

@@ -27,7 +27,12 @@ fn acquire(backend: &MemoryBackend, key: &str) -> String {
 
 fn renew(backend: &MemoryBackend, key: &str, lock_id: &str) -> syncguard::Result<RenewOutcome> {
     let deadline = backend.clock().now().after(backend.operation_timeout());
-    backend.renew(&[Renewal { key, lock_id, ttl: TTL }], deadline).remove(0)
+    backend
+        .renew(
+            &[Renewal { key, lock_id, fence: syncguard::Fence::new(1).unwrap(), version: None, ttl: TTL }],
+            deadline,
+        )
+        .remove(0)
 }
 
 #[test]

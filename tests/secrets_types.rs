@@ -113,7 +113,13 @@ fn no_public_type_shows_a_key_a_lock_id_or_a_password() {
     }
     let deadline = Clock::system().now().after(LIMIT);
     shown.debug("Attempt", &Attempt { key: KEY, ttl: TTL, lock_id: &grant.lock_id, deadline });
-    let renewal = Renewal { key: KEY, lock_id: &grant.lock_id, ttl: TTL };
+    let renewal = Renewal {
+        key: KEY,
+        lock_id: &grant.lock_id,
+        fence: syncguard::Fence::new(1).unwrap(),
+        version: None,
+        ttl: TTL,
+    };
     shown.debug("Renewal", &renewal);
     shown.debug("RenewOutcome", &client.renew(&[renewal], deadline));
     shown.debug("ExtendResult", &client.extend(&grant.lock_id, TTL).unwrap());

@@ -138,9 +138,21 @@ fn the_calls_of_guards_are_reported_like_the_operations_they_stand_for() {
     assert_eq!(next(&events).operation, Operation::Acquire);
 
     let leases = [
-        Renewal { key: "k", lock_id: id, ttl: TTL },
-        Renewal { key: "gone", lock_id: UNKNOWN_ID, ttl: TTL },
-        Renewal { key: "bad", lock_id: "no id", ttl: TTL },
+        Renewal { key: "k", lock_id: id, fence: syncguard::Fence::new(1).unwrap(), version: None, ttl: TTL },
+        Renewal {
+            key: "gone",
+            lock_id: UNKNOWN_ID,
+            fence: syncguard::Fence::new(1).unwrap(),
+            version: None,
+            ttl: TTL,
+        },
+        Renewal {
+            key: "bad",
+            lock_id: "no id",
+            fence: syncguard::Fence::new(1).unwrap(),
+            version: None,
+            ttl: TTL,
+        },
     ];
     assert_eq!(backend.renew(&leases, deadline).len(), 3);
     let renewed = next(&events);

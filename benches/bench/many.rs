@@ -40,8 +40,16 @@ fn renewals(stage: &Stage, url: &str, figure: &str, goal: f64) {
         (1..=MANY).map(|n| (format!("r{n}"), format!("{:x>22}", format!("r{n}")))).collect();
     let pass = || {
         for chunk in leases.chunks(500) {
-            let renewals: Vec<_> =
-                chunk.iter().map(|(key, lock_id)| Renewal { key, lock_id, ttl: TTL }).collect();
+            let renewals: Vec<_> = chunk
+                .iter()
+                .map(|(key, lock_id)| Renewal {
+                    key,
+                    lock_id,
+                    fence: syncguard::Fence::new(1).unwrap(),
+                    version: None,
+                    ttl: TTL,
+                })
+                .collect();
             let deadline = Clock::system().now().after(Duration::from_secs(5));
             assert!(LockBackend::renew(&client, &renewals, deadline).iter().all(Result::is_ok));
         }

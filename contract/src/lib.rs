@@ -213,6 +213,8 @@ cases! { $
     ownership::extend_revives_and_creates_nothing,
     ownership::unknown_ids_are_harmless,
     renewals::live_leases_are_renewed,
+    renewals::only_who_names_the_newest_version_shortens_a_lease,
+    renewals::a_lease_granted_again_under_the_same_id_is_lost_to_its_old_holder,
     renewals::lost_leases_say_how_they_were_lost,
     renewals::each_lease_of_a_batch_has_its_own_outcome_in_order,
     renewals::an_empty_batch_is_nothing,

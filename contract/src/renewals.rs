@@ -1,14 +1,18 @@
 //! What guards ask for: batches of renewals, and calls with a deadline.
 
+use std::collections::HashSet;
 use std::time::Duration;
 
-use syncguard::backend::{ExtendOutcome, LostReason, ReleaseOutcome, RenewOutcome, Renewal};
-use syncguard::{CancelToken, ErrorCode, Result};
+use syncguard::backend::{Attempt, ExtendOutcome, Grant, LostReason, ReleaseOutcome, RenewOutcome, Renewal};
+use syncguard::{CancelToken, ErrorCode, Fence, Result};
 
 use crate::bench::{Bench, LONG_EXPIRED_MS, TTL};
 
 fn renew(bench: &Bench<'_>, leases: &[(&str, &str)], ttl: Duration) -> Vec<Result<RenewOutcome>> {
-    let leases: Vec<_> = leases.iter().map(|(key, lock_id)| Renewal { key, lock_id, ttl }).collect();
+    // The first grant of its key each.
+    let fence = Fence::new(1).unwrap();
+    let leases: Vec<_> =
+        leases.iter().map(|(key, lock_id)| Renewal { key, lock_id, fence, version: None, ttl }).collect();
     bench.backend.renew(&leases, bench.deadline())
 }
 
@@ -21,10 +25,69 @@ pub(crate) fn live_leases_are_renewed(bench: &Bench<'_>) {
     assert_eq!(outcomes.len(), leases.len());
     for ((key, grant), outcome) in held.iter().zip(outcomes) {
         let info = bench.raw(key).unwrap();
-        assert_eq!(outcome.unwrap(), RenewOutcome::Renewed { expires_at_ms: info.expires_at_ms });
+        let RenewOutcome::Renewed { expires_at_ms, .. } = outcome.unwrap() else { panic!("it is live") };
+        assert_eq!(expires_at_ms, info.expires_at_ms);
         assert!((before + 60_000..=after + 60_000).contains(&info.expires_at_ms));
         assert_eq!((info.lock_id, info.fence), (grant.lock_id.clone(), grant.fence));
         assert_eq!(bench.counter(key), 1);
+    }
+}
+
+/// One lease of a guard, renewed or prolonged.
+fn change(bench: &Bench<'_>, alone: bool, lease: &Renewal<'_>) -> RenewOutcome {
+    if alone {
+        return bench.backend.prolong(lease, bench.deadline()).unwrap();
+    }
+    bench.backend.renew(std::slice::from_ref(lease), bench.deadline()).remove(0).unwrap()
+}
+
+pub(crate) fn only_who_names_the_newest_version_shortens_a_lease(bench: &Bench<'_>) {
+    let (key, id) = (Bench::key(), Bench::id());
+    let attempt = Attempt { key: &key, lock_id: &id, ttl: TTL, deadline: bench.deadline() };
+    let grant = bench.backend.grant(&attempt, &CancelToken::never()).unwrap().expect("the key is free");
+    let Some(first) = grant.version else { return }; // nothing can be late here
+    let lease = |version, ttl| Renewal { key: &key, lock_id: &id, fence: grant.acquired.fence, version, ttl };
+    let end = |outcome| match outcome {
+        RenewOutcome::Renewed { expires_at_ms, version: Some(version) } => (expires_at_ms, version),
+        other => panic!("{other:?}"),
+    };
+    let (long, second) = end(change(bench, true, &lease(Some(first), TTL * 2)));
+    // A late copy, and one that knows nothing.
+    let (kept, third) = end(change(bench, false, &lease(Some(first), TTL / 10)));
+    let (still, fourth) = end(change(bench, false, &lease(None, TTL / 10)));
+    assert_eq!((kept, still), (long, long));
+    assert_eq!(bench.by_key(&key).unwrap().expires_at_ms, long);
+    let (shorter, fifth) = end(change(bench, false, &lease(Some(fourth), TTL)));
+    assert!(shorter < long);
+    // A holder's own wish is asked for again.
+    let (shortest, sixth) = end(change(bench, true, &lease(Some(first), TTL / 10)));
+    assert!(shortest < shorter);
+    assert_eq!(bench.by_key(&key).unwrap().expires_at_ms, shortest);
+    // The same attempt again: who asked before does not know what it answers.
+    let again = bench.backend.grant(&attempt, &CancelToken::never()).unwrap().expect("it is ours");
+    let versions =
+        [Some(first), Some(second), Some(third), Some(fourth), Some(fifth), Some(sixth), again.version];
+    assert_eq!(versions.iter().collect::<HashSet<_>>().len(), versions.len(), "none is there twice");
+}
+
+pub(crate) fn a_lease_granted_again_under_the_same_id_is_lost_to_its_old_holder(bench: &Bench<'_>) {
+    for alone in [false, true] {
+        let (key, id) = (Bench::key(), Bench::id());
+        let attempt = Attempt { key: &key, lock_id: &id, ttl: TTL, deadline: bench.deadline() };
+        let first = bench.backend.grant(&attempt, &CancelToken::never()).unwrap().expect("the key is free");
+        bench.harness.remove_row(&key);
+        let second = bench.backend.grant(&attempt, &CancelToken::never()).unwrap().expect("the key is free");
+        let lease = |grant: &Grant, ttl| Renewal {
+            key: &key,
+            lock_id: &id,
+            fence: grant.acquired.fence,
+            version: grant.version,
+            ttl,
+        };
+        let lost = RenewOutcome::Lost(LostReason::TakenOver { fence: second.acquired.fence });
+        assert_eq!(change(bench, alone, &lease(&first, TTL)), lost);
+        let live = change(bench, alone, &lease(&second, TTL));
+        assert!(matches!(live, RenewOutcome::Renewed { .. }), "{live:?}");
     }
 }
 

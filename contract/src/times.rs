@@ -29,7 +29,8 @@ pub(crate) fn a_lease_is_live_until_the_tolerance_is_over(bench: &Bench<'_>) {
     age();
     assert!(bench.extend(id).is_some());
     age();
-    let renewal = Renewal { key: &key, lock_id: id, ttl: TTL };
+    let renewal =
+        Renewal { key: &key, lock_id: id, fence: syncguard::Fence::new(1).unwrap(), version: None, ttl: TTL };
     let renewed = bench.backend.renew(&[renewal], bench.deadline()).remove(0).unwrap();
     assert!(matches!(renewed, RenewOutcome::Renewed { .. }), "{renewed:?}");
     age();
@@ -49,7 +50,8 @@ pub(crate) fn a_lease_is_dead_after_the_tolerance(bench: &Bench<'_>) {
         ExtendOutcome::NotHeld(reason) => assert!(is_or_unknown(reason, Reason::Expired), "{reason:?}"),
         extended @ ExtendOutcome::Extended { .. } => panic!("{extended:?}"),
     }
-    let renewal = Renewal { key: &key, lock_id: id, ttl: TTL };
+    let renewal =
+        Renewal { key: &key, lock_id: id, fence: syncguard::Fence::new(1).unwrap(), version: None, ttl: TTL };
     let renewed = bench.backend.renew(&[renewal], bench.deadline()).remove(0).unwrap();
     assert_eq!(renewed, RenewOutcome::Lost(LostReason::Expired));
     match bench.backend.release(id, &never).unwrap() {
@@ -84,9 +86,16 @@ pub(crate) fn the_expiry_that_is_returned_is_the_one_that_is_stored(bench: &Benc
         let extended = bench.extend_to(&grant.lock_id, Duration::from_secs(seconds)).unwrap();
         assert_eq!(stored(), extended);
     }
-    let renewal = Renewal { key: &key, lock_id: &grant.lock_id, ttl: TTL };
+    let renewal = Renewal {
+        key: &key,
+        lock_id: &grant.lock_id,
+        fence: syncguard::Fence::new(1).unwrap(),
+        version: None,
+        ttl: TTL,
+    };
     let renewed = bench.backend.renew(&[renewal], bench.deadline()).remove(0).unwrap();
-    assert_eq!(renewed, RenewOutcome::Renewed { expires_at_ms: stored() });
+    let RenewOutcome::Renewed { expires_at_ms, .. } = renewed else { panic!("it is live: {renewed:?}") };
+    assert_eq!(expires_at_ms, stored());
 }
 
 pub(crate) fn a_ttl_that_is_too_short_or_too_long_is_refused_and_changes_nothing(bench: &Bench<'_>) {
@@ -104,7 +113,13 @@ pub(crate) fn a_ttl_that_is_too_short_or_too_long_is_refused_and_changes_nothing
     for ttl in bad {
         let deadline = bench.deadline();
         let attempt = Attempt { key: &free_key, lock_id: &id, ttl, deadline };
-        let renewal = Renewal { key: &held_key, lock_id: &held.lock_id, ttl };
+        let renewal = Renewal {
+            key: &held_key,
+            lock_id: &held.lock_id,
+            fence: syncguard::Fence::new(1).unwrap(),
+            version: None,
+            ttl,
+        };
         let codes = [
             bench.backend.acquire(&free_key, ttl, &never).unwrap_err().code(),
             bench.backend.attempt(&attempt, &never).unwrap_err().code(),
@@ -143,7 +158,13 @@ pub(crate) fn a_deadline_that_is_over_ends_each_call_without_effect(bench: &Benc
     let (free_key, id) = (Bench::key(), Bench::id());
     let over = bench.backend.clock().now();
     let attempt = Attempt { key: &free_key, lock_id: &id, ttl: TTL, deadline: over };
-    let renewal = Renewal { key: &held_key, lock_id: &held.lock_id, ttl: TTL * 2 };
+    let renewal = Renewal {
+        key: &held_key,
+        lock_id: &held.lock_id,
+        fence: syncguard::Fence::new(1).unwrap(),
+        version: None,
+        ttl: TTL * 2,
+    };
     let errors = [
         bench.backend.attempt(&attempt, &never).unwrap_err(),
         bench.backend.peek(&held_key, over, &never).unwrap_err(),

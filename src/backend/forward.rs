@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::backend::{
-    AcquireResult, Attempt, Capabilities, ExtendOutcome, Holder, LockBackend, LockInfo, LockInfoDebug,
+    AcquireResult, Attempt, Capabilities, ExtendOutcome, Grant, Holder, LockBackend, LockInfo, LockInfoDebug,
     Lookup, OnHeard, ReleaseOutcome, RenewOutcome, Renewal, Watch,
 };
 use crate::cancel::CancelToken;
@@ -35,6 +35,9 @@ macro_rules! forward {
             fn attempt(&self, attempt: &Attempt<'_>, cancel: &CancelToken) -> Result<AcquireResult> {
                 (**self).attempt(attempt, cancel)
             }
+            fn grant(&self, attempt: &Attempt<'_>, cancel: &CancelToken) -> Result<Option<Grant>> {
+                (**self).grant(attempt, cancel)
+            }
             fn peek(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<bool> {
                 (**self).peek(key, deadline, cancel)
             }
@@ -55,6 +58,9 @@ macro_rules! forward {
             }
             fn release_by(&self, lock_id: &str, deadline: Moment) -> Result<ReleaseOutcome> {
                 (**self).release_by(lock_id, deadline)
+            }
+            fn prolong(&self, lease: &Renewal<'_>, deadline: Moment) -> Result<RenewOutcome> {
+                (**self).prolong(lease, deadline)
             }
             fn renew(&self, leases: &[Renewal<'_>], deadline: Moment) -> Vec<Result<RenewOutcome>> {
                 (**self).renew(leases, deadline)

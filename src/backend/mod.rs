@@ -16,7 +16,12 @@
 //!    unknown ([`LockError::with_unknown_outcome`](crate::LockError::with_unknown_outcome)).
 //! 6. **Bounded.** Every call returns by its deadline, whatever the network does.
 //! 7. **Validate first.** Bad keys, ids and ttls are `InvalidArgument` before any I/O.
-//! 8. **Cancellation.** A fired token ends a call with `Aborted`, before anything is written or not at all.
+//! 8. **Late copies are harmless.** A call that has failed may still be carried out later, and twice, where
+//!    messages can be late. Then an extend or a renewal must not shorten what was confirmed meanwhile:
+//!    [`grant`](LockBackend::grant), [`prolong`](LockBackend::prolong) and [`renew`](LockBackend::renew)
+//!    answer a [`Version`], and only a change that names the newest one may shorten a lease. A backend whose
+//!    calls are carried out before they return, or never, needs no versions.
+//! 9. **Cancellation.** A fired token ends a call with `Aborted`, before anything is written or not at all.
 //!
 //! # Writing a backend
 //!
@@ -27,7 +32,8 @@
 //!    [`lookup_raw`](LockBackend::lookup_raw), from which `lookup` is made by
 //!    [`LockInfoDebug::sanitized`].
 //! 2. [`attempt`](LockBackend::attempt): guards use it, and its default is not idempotent. `acquire` is then
-//!    an attempt with an id from [`generate_lock_id`].
+//!    an attempt with an id from [`generate_lock_id`]. Where messages can be late,
+//!    [`grant`](LockBackend::grant) and [`prolong`](LockBackend::prolong) as well: see 8.
 //! 3. [`operation_timeout`](LockBackend::operation_timeout), and
 //!    [`clock`](LockBackend::clock) where tests shall move the time. The other methods have defaults that
 //!    fulfil the contract; override `extend_by`, `release_by` and `peek` where a call may take long, for
@@ -57,8 +63,8 @@ use crate::model::time::{Clock, Moment, Ttl};
 
 pub use info::{Capabilities, Holder, LockInfo, LockInfoDebug, Lookup, TimeAuthority};
 pub use outcome::{
-    AcquireResult, Acquired, Attempt, ExtendOutcome, ExtendResult, LostReason, Reason, ReleaseOutcome,
-    ReleaseResult, RenewOutcome, Renewal,
+    AcquireResult, Acquired, Attempt, ExtendOutcome, ExtendResult, Grant, LostReason, Reason, ReleaseOutcome,
+    ReleaseResult, RenewOutcome, Renewal, Version,
 };
 pub use watch::{Heard, OnHeard, Watch};
 
@@ -132,6 +138,13 @@ pub trait LockBackend: Send + Sync {
         self.acquire(attempt.key, attempt.ttl, cancel)
     }
 
+    /// [`attempt`](LockBackend::attempt) for a guard: with the version of what was granted; `None` if
+    /// somebody else holds the key. The default knows no versions.
+    fn grant(&self, attempt: &Attempt<'_>, cancel: &CancelToken) -> Result<Option<Grant>> {
+        let acquired = self.attempt(attempt, cancel)?.acquired();
+        Ok(acquired.map(|acquired| Grant { acquired, version: None }))
+    }
+
     /// [`is_locked`](LockBackend::is_locked) for a waiter that looks before it tries again.
     fn peek(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<bool> {
         in_time(self, deadline)?;
@@ -174,26 +187,40 @@ pub trait LockBackend: Send + Sync {
         self.release(lock_id, &CancelToken::never())
     }
 
-    /// Extends many leases, in as few round trips as possible, on resources that a busy client
-    /// cannot exhaust. One outcome per lease, in order; an `Err` says nothing about the lease.
-    /// The default extends them one by one, and looks who has the key of one that is gone.
+    /// Extends one lease of a guard, at its holder's wish. Waits for its row, and so never answers
+    /// [`Busy`](RenewOutcome::Busy). The new end is now plus the ttl. With another fence than this one the
+    /// lease is lost.
+    ///
+    /// A message that does not name the lease's newest version must not shorten it, for it may be a late
+    /// copy; a call whose shortening had no effect because of that asks again, with the version that it
+    /// was answered. The default extends by the id, whatever the version, and looks afterwards whose lease it
+    /// was: it is for backends without late messages.
+    fn prolong(&self, lease: &Renewal<'_>, deadline: Moment) -> Result<RenewOutcome> {
+        let never = CancelToken::never();
+        let outcome = self.extend_by(lease.lock_id, lease.ttl, deadline, &never)?;
+        let found = match outcome {
+            ExtendOutcome::NotHeld(Some(Reason::Expired)) => {
+                return Ok(RenewOutcome::Lost(LostReason::Expired));
+            }
+            ExtendOutcome::NotHeld(_) => self.lookup(Lookup::Key(lease.key), &never)?,
+            ExtendOutcome::Extended { expires_at_ms } => {
+                match self.lookup(Lookup::LockId(lease.lock_id), &never)? {
+                    Some(found) if found.fence != lease.fence => Some(found),
+                    _ => return Ok(RenewOutcome::Renewed { expires_at_ms, version: None }),
+                }
+            }
+        };
+        Ok(RenewOutcome::Lost(
+            found.map_or(LostReason::RowMissing, |newer| LostReason::TakenOver { fence: newer.fence }),
+        ))
+    }
+
+    /// Extends many leases of guards, in as few round trips as possible, on resources that a busy client
+    /// cannot exhaust. One outcome per lease, in order; an `Err` says nothing about the lease. What does not
+    /// name the newest version only lengthens, and is not asked for again: the next renewal will.
+    /// The default [prolongs](LockBackend::prolong) them one by one.
     fn renew(&self, leases: &[Renewal<'_>], deadline: Moment) -> Vec<Result<RenewOutcome>> {
-        leases
-            .iter()
-            .map(|lease| {
-                let outcome = self.extend_by(lease.lock_id, lease.ttl, deadline, &CancelToken::never())?;
-                Ok(match outcome {
-                    ExtendOutcome::Extended { expires_at_ms } => RenewOutcome::Renewed { expires_at_ms },
-                    ExtendOutcome::NotHeld(Some(Reason::Expired)) => RenewOutcome::Lost(LostReason::Expired),
-                    ExtendOutcome::NotHeld(_) => {
-                        let newer = self.lookup(Lookup::Key(lease.key), &CancelToken::never())?;
-                        RenewOutcome::Lost(newer.map_or(LostReason::RowMissing, |newer| {
-                            LostReason::TakenOver { fence: newer.fence }
-                        }))
-                    }
-                })
-            })
-            .collect()
+        leases.iter().map(|lease| self.prolong(lease, deadline)).collect()
     }
 
     /// Prepares for guards that are renewed; called before the first of them, and again for the next

@@ -29,13 +29,52 @@ impl fmt::Debug for Attempt<'_> {
     }
 }
 
-/// One lease to renew.
+/// Which of a lease's states a change replaces: another one after every write, and none twice.
+///
+/// It is the backend's own number. Only equality means something.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Version(u64);
+
+impl Version {
+    /// The backend's number for it.
+    #[must_use]
+    pub const fn new(number: u64) -> Self {
+        Self(number)
+    }
+
+    /// The backend's number for it.
+    #[must_use]
+    pub const fn get(self) -> u64 {
+        self.0
+    }
+}
+
+/// A grant, as a guard begins with it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Grant {
+    /// The lease.
+    pub acquired: Acquired,
+    /// Its version; `None` from a backend that has none.
+    pub version: Option<Version>,
+}
+
+impl From<Option<Grant>> for AcquireResult {
+    fn from(grant: Option<Grant>) -> Self {
+        grant.map_or(Self::Locked, |grant| Self::Acquired(grant.acquired))
+    }
+}
+
+/// One lease in a guard's care that is to be renewed.
 #[derive(Clone, Copy)]
 pub struct Renewal<'a> {
     /// The key, to tell who has taken a lost lease over.
     pub key: &'a str,
     /// The lease.
     pub lock_id: &'a str,
+    /// The fence of its grant: with another one it is not this guard's any more.
+    pub fence: Fence,
+    /// What its holder was told last. Only a message that names the newest version may shorten a lease.
+    pub version: Option<Version>,
     /// Its new time to live.
     pub ttl: Duration,
 }
@@ -191,6 +230,8 @@ pub enum RenewOutcome {
     Renewed {
         /// The new expiry.
         expires_at_ms: i64,
+        /// The new version; `None` from a backend that has none.
+        version: Option<Version>,
     },
     /// It is gone.
     Lost(LostReason),

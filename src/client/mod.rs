@@ -199,7 +199,9 @@ impl PgLockClient {
 
     /// Sets the end of the lease with this id to the server's now plus `ttl`; the expiry in the
     /// answer comes from the server's clock. Never revives a dead lease; one that is at most a
-    /// second past its expiry still counts as live, because nobody else can have taken it.
+    /// second past its expiry still counts as live. Beside clients that read without a lock (the TypeScript
+    /// SyncGuard) an answer that came later than that is made sure of behind the key's queue, in one more
+    /// round trip.
     ///
     /// Not a way to ask who owns a lock: it moves the lease's end. Use [`owns`](Self::owns) for display.
     ///

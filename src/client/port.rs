@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::backend::{
-    AcquireResult, Attempt, Capabilities, ExtendOutcome, Holder, LockBackend, LockInfo, LockInfoDebug,
+    AcquireResult, Attempt, Capabilities, ExtendOutcome, Grant, Holder, LockBackend, LockInfo, LockInfoDebug,
     Lookup, OnHeard, ReleaseOutcome, RenewOutcome, Renewal, Watch,
 };
 use crate::cancel::CancelToken;
@@ -36,6 +36,9 @@ impl LockBackend for PgLockClient {
     fn attempt(&self, attempt: &Attempt<'_>, cancel: &CancelToken) -> Result<AcquireResult> {
         self.locks.backend().attempt(attempt, cancel)
     }
+    fn grant(&self, attempt: &Attempt<'_>, cancel: &CancelToken) -> Result<Option<Grant>> {
+        self.locks.backend().grant(attempt, cancel)
+    }
     fn peek(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<bool> {
         self.locks.backend().peek(key, deadline, cancel)
     }
@@ -56,6 +59,9 @@ impl LockBackend for PgLockClient {
     }
     fn release_by(&self, lock_id: &str, deadline: Moment) -> Result<ReleaseOutcome> {
         self.locks.backend().release_by(lock_id, deadline)
+    }
+    fn prolong(&self, lease: &Renewal<'_>, deadline: Moment) -> Result<RenewOutcome> {
+        self.locks.backend().prolong(lease, deadline)
     }
     fn renew(&self, leases: &[Renewal<'_>], deadline: Moment) -> Vec<Result<RenewOutcome>> {
         self.locks.backend().renew(leases, deadline)

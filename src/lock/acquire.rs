@@ -19,7 +19,7 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use crate::backend::{AcquireResult, Acquired, Attempt, ExtendOutcome, Heard, Holder, Watch};
+use crate::backend::{Attempt, Grant, Heard, Holder, LostReason, RenewOutcome, Renewal, Watch};
 use crate::cancel::{CancelToken, Subscription};
 use crate::error::{ErrorCode, LockError, Result};
 use crate::lock::LockClient;
@@ -360,12 +360,11 @@ fn attempt(
 ) -> Result<Tried> {
     let engine = client.engine();
     let sent = engine.clock.now();
-    let AcquireResult::Acquired(granted) = request(engine, key, plan.ttl, end, token)? else {
-        return Ok(Tried::Taken);
-    };
+    let Some(granted) = request(engine, key, plan.ttl, end, token)? else { return Ok(Tried::Taken) };
     let Some((sent, granted)) = fresh(engine, key, plan.ttl, end, sent, granted) else {
         return Ok(Tried::TooLate);
     };
+    let Grant { acquired: granted, version } = granted;
     let now = engine.clock.now();
     let held = Arc::new(Held {
         id: engine.crew.next_guard(),
@@ -377,9 +376,9 @@ fn attempt(
             sent,
             ttl: plan.ttl,
             expires_at_ms: granted.expires_at_ms,
+            version,
             heartbeat: plan.heartbeat,
             hold_until: plan.max_hold.map_or(Moment::NEVER, |max| now.after(max)),
-            grace: engine.backend.operation_timeout().saturating_mul(2),
         })),
         lost: CancelToken::new(),
         on_lost: plan.on_lost.clone(),
@@ -402,11 +401,11 @@ pub(super) fn request(
     ttl: Duration,
     end: Moment,
     token: &CancelToken,
-) -> Result<AcquireResult> {
+) -> Result<Option<Grant>> {
     let lock_id = LockId::generate()?;
     let deadline = engine.call_deadline(end);
     let attempt = Attempt { key, lock_id: lock_id.as_str(), ttl, deadline };
-    engine.backend.attempt(&attempt, token).map_err(|error| {
+    engine.backend.grant(&attempt, token).map_err(|error| {
         let mut error = error.with_key(key);
         if error.lock_id().is_none() {
             error = error.with_lock_id(lock_id.as_str());
@@ -430,44 +429,37 @@ pub(super) fn request(
 
 /// The grant, if at least half of its time is left; otherwise what one extend makes of it. A lease
 /// that is not surely held is let go, and waiting goes on as after contention.
-///
-/// An extend that is answered after the grant's own end may have found a *later* grant of the same
-/// id, made by a copy of our request that was under way: then its fence is asked for again. The same
-/// attempt, repeated, answers with the row as it is.
 fn fresh(
     engine: &Arc<Engine>,
     key: &str,
     ttl: Duration,
     end: Moment,
     sent: Moment,
-    mut granted: Acquired,
-) -> Option<(Moment, Acquired)> {
+    mut granted: Grant,
+) -> Option<(Moment, Grant)> {
     let now = engine.clock.now();
     if sent.after(ttl).since(now) >= ttl / 2 {
         return Some((sent, granted));
     }
-    let never = CancelToken::never();
-    let answer = engine.backend.extend_by(&granted.lock_id, ttl, engine.call_deadline(end), &never);
-    let in_doubt = engine.clock.now() >= sent.after(ttl);
-    let answer = answer.and_then(|outcome| match outcome {
-        ExtendOutcome::Extended { .. } if in_doubt => {
-            let deadline = engine.call_deadline(end);
-            let again = Attempt { key, lock_id: &granted.lock_id, ttl, deadline };
-            Ok(engine.backend.attempt(&again, &never)?.acquired())
-        }
-        ExtendOutcome::Extended { expires_at_ms } => {
-            granted.expires_at_ms = expires_at_ms;
-            Ok(Some(granted.clone()))
-        }
-        ExtendOutcome::NotHeld(_) => Ok(None),
-    });
+    let lease = Renewal {
+        key,
+        lock_id: &granted.acquired.lock_id,
+        fence: granted.acquired.fence,
+        version: granted.version,
+        ttl,
+    };
+    let answer = engine.backend.prolong(&lease, engine.call_deadline(end));
     let late = engine.clock.now() >= now.after(ttl);
     match answer {
-        Ok(Some(granted)) if !late => Some((now, granted)),
-        Ok(None) => None,
-        Ok(Some(_)) | Err(_) => {
+        Ok(RenewOutcome::Renewed { expires_at_ms, version }) if !late => {
+            (granted.acquired.expires_at_ms, granted.version) = (expires_at_ms, version);
+            Some((now, granted))
+        }
+        Ok(RenewOutcome::Lost(LostReason::Expired | LostReason::RowMissing)) => None,
+        // Taken over: perhaps by a late copy of our own request, which nobody else lets go.
+        Ok(_) | Err(_) => {
             let over_at = engine.clock.now().after(ttl).after(TOLERANCE);
-            engine.abandon(unheld(engine, key, &granted.lock_id, over_at));
+            engine.abandon(unheld(engine, key, &granted.acquired.lock_id, over_at));
             None
         }
     }
@@ -483,6 +475,7 @@ fn unheld(engine: &Engine, key: &str, lock_id: &str, over_at: Moment) -> Deferre
         },
         handler: engine.on_release_error.clone(),
         keep_until: engine.clock.now(),
+        known: None,
         lease_end: over_at,
         over_at,
         may_arrive: false,

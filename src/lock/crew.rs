@@ -8,8 +8,9 @@ use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::Thread;
+use std::time::Duration;
 
-use crate::backend::{Acquired, LostReason};
+use crate::backend::{Acquired, LostReason, Renewal, Version};
 use crate::cancel::CancelToken;
 use crate::error::LockError;
 use crate::lock::close::CloseReport;
@@ -38,6 +39,11 @@ pub(super) struct Held {
 }
 
 impl Held {
+    /// What a renewal of it asks for.
+    pub(super) fn renewal(&self, version: Option<Version>, ttl: Duration) -> Renewal<'_> {
+        Renewal { key: &self.key, lock_id: &self.lock_id, fence: self.fence, version, ttl }
+    }
+
     /// The grant as it stands now.
     pub(super) fn grant(&self) -> Acquired {
         Acquired {
@@ -54,6 +60,9 @@ pub(super) struct Deferred {
     pub(super) handler: Option<OnReleaseError>,
     /// The end of `min_hold`: until then the lease is kept.
     pub(super) keep_until: Moment,
+    /// What was granted, and the newest version that was answered; nothing for a request whose answer
+    /// never came.
+    pub(super) known: Option<(Fence, Option<Version>)>,
     /// When the server's lease ends at the earliest.
     pub(super) lease_end: Moment,
     /// When the server's lease is over, whatever happens.
@@ -335,6 +344,7 @@ impl Deferred {
             },
             handler: held.on_release_error.clone(),
             keep_until: held.keep_until,
+            known: Some((held.fence, guard(&held.lease).version())),
             lease_end,
             over_at,
             may_arrive: false,

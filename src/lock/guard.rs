@@ -4,9 +4,9 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::backend::{Acquired, ExtendOutcome, ExtendResult, LockBackend, LostReason, ReleaseResult};
+use crate::backend::{Acquired, ExtendResult, LockBackend, LostReason, ReleaseResult, RenewOutcome};
 use crate::cancel::CancelToken;
-use crate::error::Result;
+use crate::error::{ErrorCode, LockError, Result};
 use crate::lock::crew::{Deferred, Held};
 use crate::lock::engine::{Engine, Handle, in_async_runtime};
 use crate::lock::lease::Outcome;
@@ -118,8 +118,8 @@ impl LockGuard {
     /// Sets the lease's end to now plus `ttl` (1 ms to [`MAX_TTL`](crate::MAX_TTL)), which is also
     /// the ttl of later renewals. A shorter ttl than before shortens the lease.
     ///
-    /// `NotHeld` means that the lock is lost, and so does a guard that was lost before: it is not
-    /// asked for again. `max_hold` stays where it is: an extend does not lengthen it.
+    /// `NotHeld` means that the lock is lost: its lease is gone, or the answer came only after the
+    /// guard's own deadline. A guard that was lost before is not asked for again. `max_hold` stays where it is: an extend does not lengthen it.
     ///
     /// # Errors
     ///
@@ -139,31 +139,37 @@ impl LockGuard {
         self.tick();
         let engine = self.engine();
         let sent = engine.clock.now();
-        let flight = {
+        let (flight, version) = {
             let mut lease = guard(&self.held.lease);
             let Some(flight) = lease.begin_extend(sent, ttl) else { return Ok(ExtendResult::NotHeld) };
             // A shorter ttl may be in force from now on.
             engine.crew.arm(&self.held, &lease);
-            flight
+            (flight, lease.version())
         };
         let mut answer = Answer { guard: self, flight, outcome: Outcome::Unknown };
         let deadline = engine.call_deadline(Moment::NEVER);
-        let result = engine.backend.extend_by(&self.held.lock_id, ttl, deadline, &CancelToken::never());
+        let result = engine.backend.prolong(&self.held.renewal(version, ttl), deadline);
         answer.outcome = match &result {
-            Ok(ExtendOutcome::Extended { expires_at_ms }) => {
-                Outcome::Confirmed { expires_at_ms: *expires_at_ms }
+            Ok(RenewOutcome::Renewed { expires_at_ms, version }) => {
+                Outcome::Confirmed { expires_at_ms: *expires_at_ms, version: *version }
             }
-            Ok(ExtendOutcome::NotHeld(reason)) => Outcome::Gone(match reason {
-                Some(crate::backend::Reason::Expired) => LostReason::Expired,
-                _ => LostReason::RowMissing,
-            }),
+            Ok(RenewOutcome::Lost(reason)) => Outcome::Gone(*reason),
+            Ok(RenewOutcome::Busy) => Outcome::Busy,
             Err(error) if error.is_outcome_unknown() => Outcome::Unknown,
             Err(_) => Outcome::Refused,
         };
         drop(answer);
-        result
-            .map(ExtendResult::from)
-            .map_err(|error| error.with_key(self.key()).with_lock_id(self.lock_id()))
+        match result {
+            // An answer that came after the deadline came too late: the lease is lost.
+            Ok(RenewOutcome::Renewed { expires_at_ms, .. }) if self.is_held() => {
+                Ok(ExtendResult::Extended { expires_at_ms })
+            }
+            Ok(RenewOutcome::Renewed { .. } | RenewOutcome::Lost(_)) => Ok(ExtendResult::NotHeld),
+            Ok(RenewOutcome::Busy) => Err(LockError::new(ErrorCode::ServiceUnavailable)
+                .with_message("the lease's row was busy and nothing was changed: try again")),
+            Err(error) => Err(error),
+        }
+        .map_err(|error| error.with_key(self.key()).with_lock_id(self.lock_id()))
     }
 
     /// Lets the lock go, and says whether it was still held.

@@ -5,13 +5,15 @@
 //!
 //! An operation (a renewal or an extend) that was sent at `s` with ttl `t` is carried out at `s` or
 //! later, or never; once carried out, the server's expiry is at least `s + t`. Several operations
-//! may be under way at once, and one whose outcome is unknown may still arrive late. Hence:
+//! may be under way at once. One without an answer may still be carried out, whenever it likes, but it
+//! names the version that it replaces: once another one was confirmed, it cannot shorten the lease any
+//! more (`docs/adr/0032`). Hence:
 //!
 //! 1. `deadline` is never later than the server's expiry, whatever is under way.
 //!    * Sending lowers it to `s + t`, if that is earlier: a *shorter* ttl may already be in force.
-//!    * A confirmation raises it to `s + m`, where `m` is the least ttl of the confirmed operation,
-//!      of all that overlapped with it, and of those whose fate is unknown: each of them may be
-//!      carried out after it. An unknown one counts for `grace` after its answer stayed away.
+//!    * A confirmation raises it to `s + m`, where `m` is the least ttl of the confirmed operation and
+//!      of all that overlapped with it: each of them may be carried out after it, and may have
+//!      learnt its version.
 //! 2. Lost is final: no confirmation, however late, brings a lost lease back. Whoever was told
 //!    "not held" is never told "held" again.
 //! 3. Ended (released, leaked, closed) is final, and is decided once: the first to end it acts.
@@ -23,7 +25,7 @@
 
 use std::time::Duration;
 
-use crate::backend::LostReason;
+use crate::backend::{LostReason, Version};
 use crate::lock::options::Heartbeat;
 use crate::model::time::{Moment, TIME_TOLERANCE_MS};
 
@@ -34,18 +36,17 @@ pub(super) struct Terms {
     pub(super) sent: Moment,
     pub(super) ttl: Duration,
     pub(super) expires_at_ms: i64,
+    pub(super) version: Option<Version>,
     pub(super) heartbeat: Heartbeat,
     /// The end of `max_hold`.
     pub(super) hold_until: Moment,
-    /// How long a message without an answer may still be carried out.
-    pub(super) grace: Duration,
 }
 
 /// What became of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Outcome {
     /// Carried out.
-    Confirmed { expires_at_ms: i64 },
+    Confirmed { expires_at_ms: i64, version: Option<Version> },
     /// The lease is gone.
     Gone(LostReason),
     /// Its row was busy; certainly nothing was changed.
@@ -83,22 +84,16 @@ enum Answer {
     None,
 }
 
-/// The least ttl of the operations without an answer, and until when they count.
-#[derive(Clone, Copy)]
-struct Suspect {
-    ttl: Duration,
-    until: Moment,
-}
-
 pub(super) struct Lease {
     deadline: Moment,
     hold_until: Moment,
     next_renewal: Moment,
     ttl: Duration,
     longest: Duration,
-    grace: Duration,
     heartbeat: Heartbeat,
     expires_at_ms: i64,
+    /// What the next operation replaces. An older one does no harm: it only lengthens then.
+    version: Option<Version>,
     lost: Option<LostReason>,
     ended: bool,
     last: Answer,
@@ -106,7 +101,6 @@ pub(super) struct Lease {
     alone: bool,
     next_flight: u32,
     flights: Vec<Flight>,
-    suspect: Option<Suspect>,
 }
 
 impl Lease {
@@ -117,16 +111,15 @@ impl Lease {
             next_renewal: Moment::NEVER,
             ttl: terms.ttl,
             longest: terms.ttl,
-            grace: terms.grace,
             heartbeat: terms.heartbeat,
             expires_at_ms: terms.expires_at_ms,
+            version: terms.version,
             lost: None,
             ended: false,
             last: Answer::Given,
             alone: false,
             next_flight: 0,
             flights: Vec::new(),
-            suspect: None,
         };
         lease.plan_renewal(terms.sent);
         lease
@@ -151,6 +144,11 @@ impl Lease {
 
     pub(super) fn expires_at_ms(&self) -> i64 {
         self.expires_at_ms
+    }
+
+    /// The newest version that was answered.
+    pub(super) fn version(&self) -> Option<Version> {
+        self.version
     }
 
     /// The moment from which the server's lease is over, whatever was carried out.
@@ -246,8 +244,9 @@ impl Lease {
             _ => Answer::Given,
         };
         match outcome {
-            Outcome::Confirmed { expires_at_ms } => {
-                self.confirm(&flight, expires_at_ms);
+            Outcome::Confirmed { expires_at_ms, version } => {
+                self.confirm(&flight);
+                (self.expires_at_ms, self.version) = (expires_at_ms, version);
                 None
             }
             Outcome::Gone(reason) => self.lose(reason),
@@ -259,11 +258,6 @@ impl Lease {
                 None
             }
             Outcome::Unknown => {
-                let until = now.after(self.grace);
-                self.suspect = Some(match self.suspect {
-                    Some(old) => Suspect { ttl: old.ttl.min(flight.ttl), until: old.until.max(until) },
-                    None => Suspect { ttl: flight.ttl, until },
-                });
                 if flight.kind == Kind::Extend {
                     self.ttl = flight.ttl;
                 }
@@ -273,14 +267,8 @@ impl Lease {
         }
     }
 
-    fn confirm(&mut self, flight: &Flight, expires_at_ms: i64) {
-        let mut least = flight.least;
-        match self.suspect {
-            Some(suspect) if flight.sent < suspect.until => least = least.min(suspect.ttl),
-            _ => self.suspect = None,
-        }
-        self.deadline = self.deadline.max(flight.sent.after(least));
-        self.expires_at_ms = expires_at_ms;
+    fn confirm(&mut self, flight: &Flight) {
+        self.deadline = self.deadline.max(flight.sent.after(flight.least));
         self.alone = false;
         if flight.kind == Kind::Extend {
             self.ttl = flight.ttl;

@@ -14,7 +14,7 @@ fn start() -> Moment {
 }
 
 fn terms(heartbeat: Heartbeat) -> Terms {
-    Terms { sent: start(), ttl: TTL, expires_at_ms: 0, heartbeat, hold_until: Moment::NEVER, grace: s(10) }
+    Terms { sent: start(), ttl: TTL, expires_at_ms: 0, version: None, heartbeat, hold_until: Moment::NEVER }
 }
 
 fn lease() -> Lease {
@@ -25,7 +25,11 @@ fn at(n: u64) -> Moment {
     start().after(s(n))
 }
 
-const OK: Outcome = Outcome::Confirmed { expires_at_ms: 7 };
+const OK: Outcome = confirmed(7);
+
+const fn confirmed(version: u64) -> Outcome {
+    Outcome::Confirmed { expires_at_ms: 7, version: Some(Version::new(version)) }
+}
 
 #[test]
 fn a_lease_is_held_until_its_deadline_ticked_or_not() {
@@ -171,12 +175,13 @@ fn without_a_heartbeat_nothing_is_ever_due() {
 /// The server's row, and the messages on their way to it.
 struct World {
     now: Moment,
-    /// When the row's lease ends.
+    /// When the row's lease ends, and the write that made it so.
     expiry: Moment,
-    /// Messages that may still be carried out: number, ttl, until when.
-    under_way: Vec<(u32, Duration, Moment)>,
-    /// Operations without an answer yet, and whether they were carried out.
-    unanswered: Vec<(u32, bool)>,
+    version: u64,
+    /// Messages that may still be carried out, however late: number, ttl, the version that they replace.
+    under_way: Vec<(u32, Duration, u64)>,
+    /// Operations without an answer yet, and the version that they wrote if they were carried out.
+    unanswered: Vec<(u32, Option<u64>)>,
     seed: u64,
 }
 
@@ -188,19 +193,31 @@ impl World {
         self.seed % below
     }
 
-    /// One message arrives: it is carried out if the lease is live. Extends never revive.
+    /// One message arrives, perhaps not for the last time: it is carried out if the lease is live. Extends
+    /// never revive.
     fn arrive(&mut self) {
         if self.under_way.is_empty() {
             return;
         }
         let i = usize::try_from(self.random(self.under_way.len() as u64)).unwrap();
-        let (id, ttl, until) = self.under_way.swap_remove(i);
-        if self.now <= until && self.now < self.expiry {
-            self.expiry = self.now.after(ttl);
-            for entry in &mut self.unanswered {
-                entry.1 |= entry.0 == id;
+        let (id, ttl, replaced) = self.under_way[i];
+        if self.random(3) > 0 {
+            self.under_way.swap_remove(i);
+        }
+        if self.now < self.expiry {
+            let end = self.now.after(ttl);
+            self.expiry = if replaced == self.version { end } else { self.expiry.max(end) };
+            self.version += 1;
+            let version = self.version;
+            for entry in self.unanswered.iter_mut().filter(|entry| entry.0 == id) {
+                entry.1.get_or_insert(version);
             }
         }
+    }
+
+    fn send(&mut self, lease: &Lease, id: u32, ttl: Duration) {
+        self.under_way.push((id, ttl, lease.version().map_or(0, Version::get)));
+        self.unanswered.push((id, None));
     }
 
     /// Something happens to the lease.
@@ -209,36 +226,28 @@ impl World {
         match self.random(8) {
             0 => {
                 if let Some((id, ttl)) = lease.begin_renewal(now, Duration::ZERO) {
-                    self.under_way.push((id, ttl, Moment::NEVER));
-                    self.unanswered.push((id, false));
+                    self.send(lease, id, ttl);
                 }
             }
             1 if self.unanswered.len() < 3 => {
                 let ttl = s(1 + self.random(40));
                 if let Some(id) = lease.begin_extend(now, ttl) {
-                    self.under_way.push((id, ttl, Moment::NEVER));
-                    self.unanswered.push((id, false));
+                    self.send(lease, id, ttl);
                 }
             }
             2 | 3 if !self.unanswered.is_empty() => {
                 let i = usize::try_from(self.random(self.unanswered.len() as u64)).unwrap();
-                let (id, done) = self.unanswered.swap_remove(i);
+                let (id, written) = self.unanswered.swap_remove(i);
                 let lost_answer = self.random(3) == 0;
-                let outcome = match (done, lost_answer) {
-                    (true, false) => OK,
-                    (false, false) => {
+                let outcome = match (written, lost_answer) {
+                    (Some(version), false) => confirmed(version),
+                    (None, false) => {
                         // Answered without having been carried out: it never will be.
                         self.under_way.retain(|message| message.0 != id);
                         if now >= self.expiry { Outcome::Gone(LostReason::Expired) } else { Outcome::Refused }
                     }
-                    (_, true) => {
-                        for message in &mut self.under_way {
-                            if message.0 == id {
-                                message.2 = now.after(s(10));
-                            }
-                        }
-                        Outcome::Unknown
-                    }
+                    // Carried out or not, or still to come, whenever it likes.
+                    (_, true) => Outcome::Unknown,
                 };
                 lease.finish(id, now, outcome);
             }
@@ -259,6 +268,7 @@ fn whatever_the_order_of_events_a_held_lease_is_live_on_the_server() {
         let mut world = World {
             now: start(),
             expiry: at(30),
+            version: 0,
             under_way: Vec::new(),
             unanswered: Vec::new(),
             seed: run.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1,

@@ -243,6 +243,7 @@ impl LockClient {
         self.token.token.check()?;
         let _entered = self.engine().enter()?;
         acquire::request(self.engine(), key.as_str(), ttl, Moment::NEVER, &self.token.token)
+            .map(AcquireResult::from)
     }
 
     /// Lets go of the lease with this id. Harmless if it is not held. Do not use it on a guard's id:
@@ -250,7 +251,8 @@ impl LockClient {
     ///
     /// # Errors
     ///
-    /// Those of the backend. The lease may then stay held until its ttl is over; try again.
+    /// Those of the backend. The lease may then stay held until its ttl is over; try again. After an unknown
+    /// outcome the release may still be on its way, and end the lease later: do not go on working under it.
     ///
     /// # Blocking
     ///

@@ -14,13 +14,12 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use crate::backend::{ExtendOutcome, ReleaseOutcome, RenewOutcome, Renewal};
-use crate::cancel::CancelToken;
+use crate::backend::{LostReason, ReleaseOutcome, RenewOutcome, Renewal};
 use crate::error::{ErrorCode, LockError, Result};
 use crate::lock::crew::{Call, Deferred, Held, LostLine};
 use crate::lock::engine::Engine;
 use crate::lock::lease::{Outcome, TOLERANCE};
-use crate::lock::report::{ReleaseSource, quietly, report};
+use crate::lock::report::{ReleaseErrorContext, ReleaseSource, quietly, report};
 use crate::lock::wake::guard;
 use crate::model::time::Moment;
 
@@ -187,7 +186,7 @@ fn renew_batch(engine: &Engine, due: Vec<Arc<Held>>) {
             Some((id, ttl)) => {
                 // Leaves time for a second try.
                 rest = rest.min(lease.end().since(now) / 2);
-                flights.push((held, id, ttl));
+                flights.push((held, id, lease.version(), ttl));
                 engine.crew.arm(held, &lease);
             }
             // It was extended meanwhile, or is lost, or has ended.
@@ -199,20 +198,20 @@ fn renew_batch(engine: &Engine, due: Vec<Arc<Held>>) {
         }
     }
     if !flights.is_empty() {
-        let renewals: Vec<_> = flights
-            .iter()
-            .map(|(held, _, ttl)| Renewal { key: &held.key, lock_id: &held.lock_id, ttl: *ttl })
-            .collect();
+        let renewals: Vec<_> =
+            flights.iter().map(|(held, _, version, ttl)| held.renewal(*version, *ttl)).collect();
         let deadline = now.after(rest.max(SHORTEST_CALL.min(engine.backend.operation_timeout())));
         let answers = catch_unwind(AssertUnwindSafe(|| engine.backend.renew(&renewals, deadline)));
         let answers = answers.unwrap_or_default();
         note_failures(engine, &answers);
         let mut answers = answers.into_iter();
         let now = engine.clock.now();
-        for (held, id, _) in flights {
+        for (held, id, ..) in flights {
             // A missing answer says as little as an error does.
             let outcome = match answers.next() {
-                Some(Ok(RenewOutcome::Renewed { expires_at_ms })) => Outcome::Confirmed { expires_at_ms },
+                Some(Ok(RenewOutcome::Renewed { expires_at_ms, version })) => {
+                    Outcome::Confirmed { expires_at_ms, version }
+                }
                 Some(Ok(RenewOutcome::Lost(reason))) => Outcome::Gone(reason),
                 Some(Ok(RenewOutcome::Busy)) => Outcome::Busy,
                 Some(Err(error)) if is_refusal(&error) => Outcome::Refused,
@@ -277,31 +276,39 @@ pub(super) fn settle(engine: &Engine, deferred: &mut Deferred, rest: Duration) -
     if now >= deferred.keep_until {
         return engine.backend.release_by(id, deadline).map(Settled::Done);
     }
-    // As a renewal the call is not the caller's: no token.
-    let never = CancelToken::never();
     let left = deferred.keep_until.since(now);
     if guard(&engine.crew.desk).ending.is_some() {
         // Nobody will be there to release it: let the lease itself end in time. It counts as live
         // for the tolerance after its expiry, so that much less is enough.
         let ttl = left.saturating_sub(TOLERANCE).max(Duration::from_millis(1));
-        return engine.backend.extend_by(id, ttl, deadline, &never).map(|outcome| {
-            Settled::Done(match outcome {
-                ExtendOutcome::Extended { .. } => ReleaseOutcome::Released,
-                ExtendOutcome::NotHeld(reason) => ReleaseOutcome::NotHeld(reason),
-            })
-        });
+        return Ok(Settled::Done(match keep(engine, deferred, ttl, deadline)? {
+            RenewOutcome::Lost(_) => ReleaseOutcome::NotHeld(None),
+            RenewOutcome::Renewed { .. } | RenewOutcome::Busy => ReleaseOutcome::Released,
+        }));
     }
     if deferred.lease_end < deferred.keep_until {
         let ttl = left.max(Duration::from_millis(1)).saturating_add(Duration::from_millis(1));
-        match engine.backend.extend_by(id, ttl, deadline, &never)? {
-            ExtendOutcome::Extended { .. } => {
-                deferred.lease_end = now.after(ttl);
-                deferred.over_at = deferred.over_at.max(engine.clock.now().after(ttl).after(TOLERANCE));
-            }
-            ExtendOutcome::NotHeld(reason) => return Ok(Settled::Done(ReleaseOutcome::NotHeld(reason))),
+        if let RenewOutcome::Lost(_) = keep(engine, deferred, ttl, deadline)? {
+            return Ok(Settled::Done(ReleaseOutcome::NotHeld(None)));
         }
+        deferred.lease_end = now.after(ttl);
+        deferred.over_at = deferred.over_at.max(engine.clock.now().after(ttl).after(TOLERANCE));
     }
     Ok(Settled::Kept)
+}
+
+/// Moves the end of a lease that is kept for its `min_hold`.
+fn keep(engine: &Engine, deferred: &mut Deferred, ttl: Duration, deadline: Moment) -> Result<RenewOutcome> {
+    // Only what was granted is ever kept.
+    let Some((fence, version)) = deferred.known else {
+        return Ok(RenewOutcome::Lost(LostReason::RowMissing));
+    };
+    let ReleaseErrorContext { key, lock_id, .. } = &deferred.context;
+    let outcome = engine.backend.prolong(&Renewal { key, lock_id, fence, version, ttl }, deadline)?;
+    if let RenewOutcome::Renewed { version, .. } = outcome {
+        deferred.known = Some((fence, version));
+    }
+    Ok(outcome)
 }
 
 fn settle_deferred(engine: &Engine, mut deferred: Deferred) {

@@ -46,7 +46,9 @@ impl MemoryBackend {
     /// Another holder takes the key, if it is free, and keeps it for a year.
     pub fn contend(&self, key: &str) -> Result<AcquireResult> {
         let (stored, id, ttl) = (self.stored(key)?, LockId::generate()?, Ttl::new(MAX_TTL)?);
-        self.shared.decide(|store, now| store.acquire(&stored, id.as_str(), ttl, now))
+        self.shared
+            .decide(|store, now| store.acquire(&stored, id.as_str(), ttl, now))
+            .map(AcquireResult::from)
     }
 
     /// Another holder has the key from now on, for five minutes and with a newer fence, whoever
@@ -54,7 +56,9 @@ impl MemoryBackend {
     pub fn take_over(&self, key: &str) -> Result<Acquired> {
         let (stored, id) = (self.stored(key)?, LockId::generate()?);
         let ttl = Ttl::new(STRANGER_TTL)?;
-        self.shared.decide(|store, now| store.grant(&stored, id.as_str(), ttl, now))
+        self.shared
+            .decide(|store, now| store.grant(&stored, id.as_str(), ttl, now))
+            .map(|grant| grant.acquired)
     }
 
     /// The key's lease is over, tolerance included. Whether there was a row.

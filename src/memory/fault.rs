@@ -13,11 +13,11 @@ use crate::model::time::{Clock, Moment};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Call {
-    /// `acquire` and `attempt`.
+    /// `acquire`, `attempt` and `grant`.
     Acquire,
     /// `release` and `release_by`.
     Release,
-    /// `extend` and `extend_by`.
+    /// `extend`, `extend_by` and `prolong`.
     Extend,
     /// `renew`: one call, however many leases it has.
     Renew,

@@ -136,7 +136,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use crate::backend::{
-    AcquireResult, Attempt, Capabilities, ExtendOutcome, Holder, LockBackend, LockInfo, LockInfoDebug,
+    AcquireResult, Attempt, Capabilities, ExtendOutcome, Grant, Holder, LockBackend, LockInfo, LockInfoDebug,
     Lookup, ReleaseOutcome, RenewOutcome, Renewal, TimeAuthority,
 };
 use crate::cancel::CancelToken;
@@ -323,6 +323,10 @@ impl LockBackend for MemoryBackend {
     }
 
     fn attempt(&self, attempt: &Attempt<'_>, cancel: &CancelToken) -> Result<AcquireResult> {
+        self.grant(attempt, cancel).map(AcquireResult::from)
+    }
+
+    fn grant(&self, attempt: &Attempt<'_>, cancel: &CancelToken) -> Result<Option<Grant>> {
         let key = self.stored(attempt.key)?;
         let (id, ttl) = (LockId::parse(attempt.lock_id)?, Ttl::new(attempt.ttl)?);
         let in_context = |error: LockError| error.with_key(attempt.key).with_lock_id(attempt.lock_id);
@@ -332,8 +336,8 @@ impl LockBackend for MemoryBackend {
             })
             .map_err(|failure| in_context(failure.error()))?
             .map_err(in_context)?;
-        if let Some(fence) = answer.fence() {
-            fence.warn_near_limit(key.user.as_str());
+        if let Some(granted) = &answer {
+            granted.acquired.fence.warn_near_limit(key.user.as_str());
         }
         Ok(answer)
     }
@@ -360,6 +364,22 @@ impl LockBackend for MemoryBackend {
         self.release_call(lock_id, deadline, &CancelToken::never())
     }
 
+    fn prolong(&self, lease: &Renewal<'_>, deadline: Moment) -> Result<RenewOutcome> {
+        LockId::parse(lease.lock_id)?;
+        let (key, ttl) = (self.stored(lease.key)?, Ttl::new(lease.ttl)?);
+        self.call(Call::Extend, Effect::Grant(ttl), (deadline, &CancelToken::never()), |store, now| {
+            store.apply_loss(lease.lock_id, now, false);
+            match store.renew(&key.base, lease, ttl, now) {
+                // Outvoted, or at its end already: asked for again by the newest version.
+                RenewOutcome::Renewed { version, .. } => {
+                    store.renew(&key.base, &Renewal { version, ..*lease }, ttl, now)
+                }
+                lost => lost,
+            }
+        })
+        .map_err(|failure| failure.error().with_lock_id(lease.lock_id))
+    }
+
     fn renew(&self, leases: &[Renewal<'_>], deadline: Moment) -> Vec<Result<RenewOutcome>> {
         if leases.is_empty() {
             return Vec::new();
@@ -379,7 +399,7 @@ impl LockBackend for MemoryBackend {
                 if store.apply_loss(lease.lock_id, now, true) {
                     return Ok(RenewOutcome::Busy);
                 }
-                Ok(store.renew(&key, lease.lock_id, ttl, now))
+                Ok(store.renew(&key.base, lease, ttl, now))
             };
             leases.iter().zip(checked).map(renew_one).collect()
         });

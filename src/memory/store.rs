@@ -9,7 +9,8 @@
 use std::collections::BTreeMap;
 
 use crate::backend::{
-    AcquireResult, Acquired, ExtendOutcome, LockInfoDebug, LostReason, Reason, ReleaseOutcome, RenewOutcome,
+    Acquired, ExtendOutcome, Grant, LockInfoDebug, LostReason, Reason, ReleaseOutcome, RenewOutcome, Renewal,
+    Version,
 };
 use crate::error::{ErrorCode, LockError, Result};
 use crate::memory::fault::Loss;
@@ -24,6 +25,8 @@ pub(super) struct Store {
     ids: BTreeMap<String, String>,
     counters: BTreeMap<String, u64>,
     losses: BTreeMap<String, OrderedLoss>,
+    /// How often a row was written.
+    writes: u64,
 }
 
 #[derive(Clone, PartialEq, Eq)]
@@ -33,6 +36,8 @@ struct Row {
     acquired_at_ms: i64,
     expires_at_ms: i64,
     fence: Fence,
+    /// The write that made it what it is.
+    version: u64,
 }
 
 impl Row {
@@ -40,8 +45,10 @@ impl Row {
         is_live(self.expires_at_ms, now, TIME_TOLERANCE_MS)
     }
 
-    fn grant(&self) -> Acquired {
-        Acquired { lock_id: self.lock_id.clone(), fence: self.fence, expires_at_ms: self.expires_at_ms }
+    fn grant(&self) -> Grant {
+        let acquired =
+            Acquired { lock_id: self.lock_id.clone(), fence: self.fence, expires_at_ms: self.expires_at_ms };
+        Grant { acquired, version: Some(Version::new(self.version)) }
     }
 
     fn info(&self) -> LockInfoDebug {
@@ -77,21 +84,24 @@ impl Store {
         lock_id: &str,
         ttl: Ttl,
         now: i64,
-    ) -> Result<AcquireResult> {
-        if let Some(row) = self.rows.get(&key.base).filter(|row| row.is_live(now)) {
-            // The same attempt again gets the answer that it may have missed.
-            let mine = row.lock_id == lock_id;
-            return Ok(if mine { AcquireResult::Acquired(row.grant()) } else { AcquireResult::Locked });
+    ) -> Result<Option<Grant>> {
+        if let Some(row) = self.rows.get_mut(&key.base).filter(|row| row.is_live(now)) {
+            if row.lock_id != lock_id {
+                return Ok(None);
+            }
+            // The same attempt again gets the answer that it may have missed. It writes, as a server's does.
+            row.version = next(&mut self.writes);
+            return Ok(Some(row.grant()));
         }
         if self.ids.get(lock_id).is_some_and(|base| *base != key.base) {
             return Err(LockError::new(ErrorCode::Internal)
                 .with_message("the lock id is in use for another key: choose a fresh one per attempt"));
         }
-        self.grant(key, lock_id, ttl, now).map(AcquireResult::Acquired)
+        self.grant(key, lock_id, ttl, now).map(Some)
     }
 
     /// Gives the key to `lock_id`, whoever has it.
-    pub(super) fn grant(&mut self, key: &StoredKey, lock_id: &str, ttl: Ttl, now: i64) -> Result<Acquired> {
+    pub(super) fn grant(&mut self, key: &StoredKey, lock_id: &str, ttl: Ttl, now: i64) -> Result<Grant> {
         let fence = Fence::following(self.counter(&key.fence).unwrap_or(0))?;
         self.remove(&key.base);
         self.counters.insert(key.fence.clone(), fence.get());
@@ -102,6 +112,7 @@ impl Store {
             acquired_at_ms: now,
             expires_at_ms: now.saturating_add(ttl.millis()),
             fence,
+            version: next(&mut self.writes),
         };
         let grant = row.grant();
         self.rows.insert(key.base.clone(), row);
@@ -120,26 +131,46 @@ impl Store {
         }
     }
 
+    /// Nothing comes late here: what a server needs two messages for is one step.
     pub(super) fn extend(&mut self, lock_id: &str, ttl: Ttl, now: i64) -> ExtendOutcome {
-        let row = self.ids.get(lock_id).and_then(|base| self.rows.get_mut(base));
-        match row.filter(|row| row.lock_id == lock_id) {
-            None => ExtendOutcome::NotHeld(Some(Reason::NotFound)),
-            Some(row) if !row.is_live(now) => ExtendOutcome::NotHeld(Some(Reason::Expired)),
-            Some(row) => {
-                row.expires_at_ms = now.saturating_add(ttl.millis());
+        match self.live_row(lock_id, now) {
+            Err(reason) => ExtendOutcome::NotHeld(Some(reason)),
+            Ok((row, writes)) => {
+                (row.expires_at_ms, row.version) = (now.saturating_add(ttl.millis()), next(writes));
                 ExtendOutcome::Extended { expires_at_ms: row.expires_at_ms }
             }
         }
     }
 
-    pub(super) fn renew(&mut self, key: &StoredKey, lock_id: &str, ttl: Ttl, now: i64) -> RenewOutcome {
-        match self.extend(lock_id, ttl, now) {
-            ExtendOutcome::Extended { expires_at_ms } => RenewOutcome::Renewed { expires_at_ms },
-            ExtendOutcome::NotHeld(Some(Reason::Expired)) => RenewOutcome::Lost(LostReason::Expired),
-            ExtendOutcome::NotHeld(_) => RenewOutcome::Lost(match self.rows.get(&key.base) {
+    /// Shortens the lease only for whoever names its version.
+    pub(super) fn renew(&mut self, base: &str, lease: &Renewal<'_>, ttl: Ttl, now: i64) -> RenewOutcome {
+        if let Some((_, row)) = self.by_id(lease.lock_id).filter(|(_, row)| row.fence != lease.fence) {
+            return RenewOutcome::Lost(LostReason::TakenOver { fence: row.fence });
+        }
+        match self.live_row(lease.lock_id, now) {
+            Ok((row, writes)) => {
+                let end = now.saturating_add(ttl.millis());
+                let newest = lease.version == Some(Version::new(row.version));
+                row.expires_at_ms = if newest { end } else { row.expires_at_ms.max(end) };
+                row.version = next(writes);
+                let version = Some(Version::new(row.version));
+                RenewOutcome::Renewed { expires_at_ms: row.expires_at_ms, version }
+            }
+            Err(Reason::Expired) => RenewOutcome::Lost(LostReason::Expired),
+            Err(_) => RenewOutcome::Lost(match self.rows.get(base) {
                 Some(newer) => LostReason::TakenOver { fence: newer.fence },
                 None => LostReason::RowMissing,
             }),
+        }
+    }
+
+    /// A lock id's live row, to be written.
+    fn live_row(&mut self, lock_id: &str, now: i64) -> Result<(&mut Row, &mut u64), Reason> {
+        let row = self.ids.get(lock_id).and_then(|base| self.rows.get_mut(base));
+        match row.filter(|row| row.lock_id == lock_id) {
+            None => Err(Reason::NotFound),
+            Some(row) if !row.is_live(now) => Err(Reason::Expired),
+            Some(row) => Ok((row, &mut self.writes)),
         }
     }
 
@@ -177,6 +208,7 @@ impl Store {
         let length = row.expires_at_ms.saturating_sub(row.acquired_at_ms);
         row.expires_at_ms = now.saturating_sub(past_ms);
         row.acquired_at_ms = row.expires_at_ms.saturating_sub(length);
+        row.version = next(&mut self.writes);
         true
     }
 
@@ -236,6 +268,12 @@ impl Store {
     }
 }
 
+/// The number of one more write.
+fn next(writes: &mut u64) -> u64 {
+    *writes += 1;
+    *writes
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -290,7 +328,7 @@ mod tests {
                 match step {
                     Step::Acquire { key, id } => {
                         let held = store.live_by_key(&stored(key).base, now);
-                        if let Ok(AcquireResult::Acquired(grant)) =
+                        if let Ok(Some(Grant { acquired: grant, .. })) =
                             store.acquire(&stored(key), &lock_id(id), ttl, now)
                         {
                             match held {
@@ -310,7 +348,7 @@ mod tests {
                         prop_assert_eq!(matches!(extended, ExtendOutcome::Extended { .. }), live);
                     }
                     Step::TakeOver { key, id } => {
-                        granted = Some((key, store.grant(&stored(key), &lock_id(id), ttl, now).unwrap()));
+                        granted = Some((key, store.grant(&stored(key), &lock_id(id), ttl, now).unwrap().acquired));
                     }
                     Step::Remove(key) => drop(store.remove(&stored(key).base)),
                     Step::Wait(ms) => now += ms,

@@ -12,13 +12,15 @@
 //!    row that carries the id answers with its stored fence and expiry.
 //! 2. So a lost answer is asked for again by the same acquire, on another connection, under the same
 //!    locks, in a transaction that writes: a reader would not wait for the standby.
-//! 3. The old server process is ended first where it can be told for certain, so that its message
-//!    cannot arrive after the answer.
+//! 3. The first message may still arrive, whenever it likes. A live row that carries the id is left as
+//!    it is. Where the lock was broken meanwhile it is granted anew, with a newer fence, by which its
+//!    old guard finds that it is lost. Where the lock was released, it leaves a lease that nobody trusts,
+//!    for its ttl (`docs/adr/0032`).
 //! 4. If time runs out, the error says that the outcome is unknown, and for how long.
 
 use std::time::{Duration, Instant};
 
-use crate::backend::{AcquireResult, Acquired};
+use crate::backend::{Acquired, Grant, Version};
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::model::fence::{FENCE_MAX, Fence};
@@ -26,7 +28,7 @@ use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::model::lock_id::LockId;
 use crate::model::time::{TIME_TOLERANCE_MS, Ttl, is_live};
 use crate::postgres::error::{Trouble, is_all_or_nothing, swallowed};
-use crate::postgres::row::{Answers, Row as Line, int, malformed, required, text};
+use crate::postgres::row::{Answers, Row as Line, int, malformed, required, text, version};
 use crate::postgres::session::{GRACE, Session};
 use crate::postgres::sql::EQ;
 use crate::postgres::statement::{Arg, Message, push_quoted};
@@ -50,6 +52,7 @@ enum Round {
     Granted {
         expires_at_ms: i64,
         fence: Fence,
+        version: Version,
     },
     Locked,
     /// The row is live and carries our id already; only two messages can confirm it.
@@ -67,7 +70,7 @@ impl<'a> Acquire<'a> {
         backend: &PostgresBackend,
         end: Instant,
         cancel: &CancelToken,
-    ) -> Result<AcquireResult> {
+    ) -> Result<Option<Grant>> {
         let first = backend.run(end, cancel, |session, at| {
             if cancel.is_never() { self.one_message(session, at) } else { self.two_messages(session, at) }
         });
@@ -78,7 +81,7 @@ impl<'a> Acquire<'a> {
         match round {
             Ok(round) => self.answer(&round),
             Err(Fault::Error(error)) => Err(self.label(self.name_stranger(backend, error, cancel))),
-            Err(doubt @ Fault::Doubt { .. }) => self.resolve(backend, doubt, end, cancel),
+            Err(Fault::Doubt(error)) => self.resolve(backend, error, end, cancel),
         }
     }
 
@@ -86,47 +89,35 @@ impl<'a> Acquire<'a> {
     fn resolve(
         &self,
         backend: &PostgresBackend,
-        mut doubt: Fault,
+        mut error: LockError,
         end: Instant,
         cancel: &CancelToken,
-    ) -> Result<AcquireResult> {
+    ) -> Result<Option<Grant>> {
         let grace = backend.settings.operation_timeout;
         let mut pause = Duration::from_millis(10);
         loop {
-            let Fault::Doubt { error, process } = doubt else {
-                return Err(self.unknown(doubt.into_error(), grace));
-            };
             if Instant::now() + pause >= end || cancel.is_cancelled() {
                 let error = if cancel.is_cancelled() { LockError::aborted() } else { error };
                 return Err(self.unknown(error, grace));
             }
-            if let Some(process) = &process {
-                backend.end_process(process, self.lock_id.as_str(), end);
-            }
             match backend.run(end, cancel, |session, at| self.two_messages(session, at)) {
                 Ok(round) => return self.answer(&round),
-                Err(Fault::Error(later)) => {
-                    // Nothing was decided by this try; the first one stays in doubt.
-                    doubt = Fault::Doubt { error: later, process };
-                }
-                Err(again) => doubt = again,
+                // Whatever this try came to, the first one stays in doubt.
+                Err(Fault::Error(later) | Fault::Doubt(later)) => error = later,
             }
             let _ = cancel.wait_timeout(pause);
             pause = (pause * 2).min(Duration::from_millis(250));
         }
     }
 
-    fn answer(&self, round: &Round) -> Result<AcquireResult> {
+    fn answer(&self, round: &Round) -> Result<Option<Grant>> {
         match *round {
-            Round::Granted { expires_at_ms, fence } => {
+            Round::Granted { expires_at_ms, fence, version } => {
                 fence.warn_near_limit(self.key.as_str());
-                Ok(AcquireResult::Acquired(Acquired {
-                    lock_id: self.lock_id.as_str().to_owned(),
-                    fence,
-                    expires_at_ms,
-                }))
+                let acquired = Acquired { lock_id: self.lock_id.as_str().to_owned(), fence, expires_at_ms };
+                Ok(Some(Grant { acquired, version: Some(version) }))
             }
-            Round::Locked => Ok(AcquireResult::Locked),
+            Round::Locked => Ok(None),
             Round::Mine => Err(malformed()),
         }
     }
@@ -194,7 +185,7 @@ impl<'a> Acquire<'a> {
             other => other?,
         };
         if let Some(row) = answers.row(0)? {
-            let (expires_at_ms, now_ms) = (required(int(row, 0)?)?, required(int(row, 2)?)?);
+            let (expires_at_ms, now_ms) = (required(int(row, 0)?)?, required(int(row, 3)?)?);
             if now_ms == GRANTED {
                 return Ok(required(granted(row)?)?);
             }
@@ -221,7 +212,7 @@ impl<'a> Acquire<'a> {
         if let Some(granted) = granted(row)? {
             return Ok(granted);
         }
-        match (required(int(row, 3)?)?, required(int(row, 4)?)?) {
+        match (required(int(row, 4)?)?, required(int(row, 5)?)?) {
             (_, mine) if mine > 0 => Ok(Round::Mine),
             // All was well but the counter.
             (ok, _) if ok > 0 => Err(unraised(session, at, &self.fence_key)),
@@ -334,14 +325,14 @@ fn decide(seen: &Seen, lock_id: &str) -> Step {
     }
 }
 
-/// The grant in a statement's answer `(expiry, fence, …)`.
+/// The grant in a statement's answer `(expiry, fence, version, …)`.
 fn granted(row: &Line) -> Result<Option<Round>> {
     let (Some(expires_at_ms), Some(fence)) = (int(row, 0)?, text(row, 1)?) else { return Ok(None) };
     let fence: Fence = fence.parse().map_err(|error| malformed().with_source(error))?;
     if fence.get() > FENCE_MAX {
         return Err(fence_exhausted());
     }
-    Ok(Some(Round::Granted { expires_at_ms, fence }))
+    Ok(Some(Round::Granted { expires_at_ms, fence, version: version(row, 2)? }))
 }
 
 /// Why a counter was not raised: it is at its limit, or something swallows the change.

@@ -1,25 +1,38 @@
 //! Extend, one lease or many: find the rows by lock id, judge them, move their expiry.
 //!
-//! A lost answer is asked for again: an extend that was carried out may be carried out twice, and
-//! one that finds the lease gone is right whether or not the first arrived. If time runs out, the
-//! holder keeps its old deadline.
+//! 1. A change names the row's version that it replaces; only one that names the newest may shorten the
+//!    lease. So a copy that comes late does no harm, and a lost answer is asked for again without more ado
+//!    (`docs/adr/0032`).
+//! 2. A shortening that was outvoted, because something newer is in force, is asked for again with the
+//!    version that was answered. That is also how an extend by the lock id alone shortens a lease: its first
+//!    message, which can name no version, only lengthens.
+//! 3. Beside clients that read without a lock, an extend by the lock id alone is certain only if its answer
+//!    came while the lease's old end, tolerance included, was still to come: else such a client may have
+//!    read the old row before the commit, and be about to write over it. Then, and after a lost answer, it
+//!    is carried out once more behind the key's advisory lock, which is taken *before* the row
+//!    (`docs/adr/0004`). A guard needs none of it: for it an answer after its deadline comes too late.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use crate::backend::{ExtendOutcome, LostReason, Reason, RenewOutcome, Renewal};
+use crate::backend::{ExtendOutcome, LostReason, Reason, RenewOutcome, Renewal, Version};
 use crate::cancel::CancelToken;
 use crate::error::{LockError, Result};
 use crate::model::fence::Fence;
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::model::lock_id::{LockId, validate_lock_id};
 use crate::model::time::Ttl;
-use crate::postgres::error::Trouble;
+use crate::postgres::error::{Trouble, swallowed};
 use crate::postgres::release::Found;
-use crate::postgres::row::{int, malformed, required, text};
+use crate::postgres::row::{Answers, int, malformed, required, text, version};
 use crate::postgres::session::Session;
 use crate::postgres::statement::{Arg, Message};
 use crate::postgres::{Fault, Located, PostgresBackend};
 
+/// How often a shortening that was outvoted is asked for again: once, unless something else writes the
+/// row in the same moment.
+const SHORTENINGS: u32 = 2;
+
+/// By the lock id alone.
 pub(crate) fn extend(
     backend: &PostgresBackend,
     lock_id: &LockId,
@@ -27,60 +40,204 @@ pub(crate) fn extend(
     end: Instant,
     cancel: &CancelToken,
 ) -> Result<ExtendOutcome> {
-    let outcome = backend.run_until_known(lock_id, end, cancel, |session, at| {
-        if cancel.is_never() {
-            one_message(session, at, lock_id, ttl)
-        } else {
-            two_messages(session, at, lock_id, ttl)
-        }
-    });
-    match outcome {
-        Ok((outcome, _)) => Ok(outcome),
-        Err(Fault::Error(error)) => Err(error),
-        Err(doubt) => Err(doubt.into_error().with_unknown_outcome(ttl.get())),
-    }
-    .map_err(|error| error.with_lock_id(lock_id.as_str()))
-}
-
-fn one_message(
-    session: &mut Session<'_>,
-    at: &Located,
-    lock_id: &LockId,
-    ttl: Ttl,
-) -> Result<ExtendOutcome, Trouble> {
-    let args = [Arg::Text(lock_id.as_str()), Arg::Int(ttl.millis())];
-    let answers = session.commit_one(&at.statements.extend, &args)?;
-    let row = required(answers.row(0)?)?;
-    Ok(match (required(int(row, 0)?)?, int(row, 1)?) {
-        (_, Some(expires_at_ms)) => ExtendOutcome::Extended { expires_at_ms },
-        (1.., None) => ExtendOutcome::NotHeld(Some(Reason::Expired)),
-        _ => ExtendOutcome::NotHeld(Some(Reason::NotFound)),
+    let change = Change { lock_id, ttl, fence: None, cancel };
+    Ok(match change.run(backend, None, end)? {
+        Moved::To { expires_at_ms, .. } => ExtendOutcome::Extended { expires_at_ms },
+        Moved::Lost(LostReason::Expired) => ExtendOutcome::NotHeld(Some(Reason::Expired)),
+        Moved::Lost(_) => ExtendOutcome::NotHeld(Some(Reason::NotFound)),
     })
 }
 
-fn two_messages(
-    session: &mut Session<'_>,
-    at: &Located,
-    lock_id: &LockId,
+/// For a guard.
+pub(crate) fn prolong(backend: &PostgresBackend, lease: &Renewal<'_>, end: Instant) -> Result<RenewOutcome> {
+    Key::new(lease.key)?;
+    let (lock_id, ttl) = (LockId::parse(lease.lock_id)?, Ttl::new(lease.ttl)?);
+    let change = Change { lock_id: &lock_id, ttl, fence: Some(lease.fence), cancel: &CancelToken::never() };
+    Ok(match change.run(backend, lease.version, end)? {
+        Moved::To { expires_at_ms, version, .. } => {
+            RenewOutcome::Renewed { expires_at_ms, version: Some(version) }
+        }
+        Moved::Lost(reason) => RenewOutcome::Lost(reason),
+    })
+}
+
+/// One lease's end is to be moved.
+struct Change<'a> {
+    lock_id: &'a LockId,
     ttl: Ttl,
-) -> Result<ExtendOutcome, Trouble> {
-    let statements = &at.statements;
-    let id = Arg::Text(lock_id.as_str());
-    let read = Message::new()
-        .raw(session.prelude_between())
-        .call(&statements.durable, &[])
-        .call(&statements.find, &[id])
-        .call(&statements.clock, &[]);
-    let found = Found::read(&session.begin(&read)?)?;
-    session.check_cancel()?;
-    if let Some(reason) = Found::judge(found.as_ref(), lock_id.as_str()) {
-        return Ok(ExtendOutcome::NotHeld(Some(reason)));
+    /// Of a guard.
+    fence: Option<Fence>,
+    cancel: &'a CancelToken,
+}
+
+/// What became of it.
+enum Moved {
+    To {
+        expires_at_ms: i64,
+        version: Version,
+        /// The end that was asked for: the lease may end later.
+        asked_ms: i64,
+        /// For how long, from when the row was locked, the lease was live without the change.
+        rest_ms: i64,
+    },
+    Lost(LostReason),
+}
+
+impl Moved {
+    /// Whether nobody can have taken the key over who read it before this was committed: the answer is
+    /// that many milliseconds younger than the message.
+    fn is_certain(&self, age: Duration) -> bool {
+        match self {
+            Self::Lost(_) => true,
+            Self::To { rest_ms, .. } => {
+                u64::try_from(*rest_ms).is_ok_and(|rest| age < Duration::from_millis(rest))
+            }
+        }
     }
-    let key = found.map(|row| row.key).unwrap_or_default();
-    let args = [Arg::Text(&key), id, Arg::Int(ttl.millis())];
-    let answers = session.commit(&Message::new().call(&statements.update, &args).raw("COMMIT"))?;
-    let expires_at_ms = required(int(required(answers.row(1)?)?, 0)?)?;
-    Ok(ExtendOutcome::Extended { expires_at_ms })
+}
+
+impl Change<'_> {
+    fn run(&self, backend: &PostgresBackend, replaced: Option<Version>, end: Instant) -> Result<Moved> {
+        let mut replaced = replaced;
+        let mut shortenings = 0;
+        loop {
+            let moved = self.until_known(backend, replaced, end)?;
+            match moved {
+                Moved::To { expires_at_ms, version, asked_ms, .. }
+                    if expires_at_ms > asked_ms && shortenings < SHORTENINGS =>
+                {
+                    replaced = Some(version);
+                    shortenings += 1;
+                }
+                moved => return Ok(moved),
+            }
+        }
+    }
+
+    /// Asks until there is an answer, and one that is certain.
+    fn until_known(
+        &self,
+        backend: &PostgresBackend,
+        replaced: Option<Version>,
+        end: Instant,
+    ) -> Result<Moved> {
+        // Whether an earlier message may have been carried out without a certain answer.
+        let mut open = false;
+        let outcome = backend.run_until_known(end, self.cancel, |session, at| {
+            if !open {
+                let sent = Instant::now();
+                let moved = self.send(session, at, replaced, false);
+                open = self.fence.is_none()
+                    && match &moved {
+                        Ok(moved) => !moved.is_certain(sent.elapsed()),
+                        Err(trouble) => matches!(trouble, Trouble::Broken { in_doubt: true, .. }),
+                    };
+                if !open || moved.is_err() {
+                    return moved;
+                }
+            }
+            // What fails now is in doubt: something was carried out before.
+            self.send(session, at, replaced, true).map_err(|trouble| match trouble {
+                Trouble::Broken { error, stale, .. } => Trouble::Broken { error, in_doubt: true, stale },
+                Trouble::Refused(error) => Trouble::Broken { error, in_doubt: true, stale: false },
+                Trouble::Unprepared => Trouble::Unprepared,
+            })
+        });
+        match outcome {
+            Ok((moved, _)) => Ok(moved),
+            Err(Fault::Error(error)) => Err(error),
+            Err(Fault::Doubt(error)) => Err(error.with_unknown_outcome(self.ttl.get())),
+        }
+        .map_err(|error| error.with_lock_id(self.lock_id.as_str()))
+    }
+
+    fn send(
+        &self,
+        session: &mut Session<'_>,
+        at: &Located,
+        replaced: Option<Version>,
+        queued: bool,
+    ) -> Result<Moved, Trouble> {
+        let replaced = replaced.map_or_else(String::new, |version| version.get().to_string());
+        if self.cancel.is_never() {
+            self.one_message(session, at, &replaced, queued)
+        } else {
+            self.two_messages(session, at, &replaced, queued)
+        }
+    }
+
+    fn one_message(
+        &self,
+        session: &mut Session<'_>,
+        at: &Located,
+        replaced: &str,
+        queued: bool,
+    ) -> Result<Moved, Trouble> {
+        let id = Arg::Text(self.lock_id.as_str());
+        let fence = self.fence.map_or_else(String::new, |fence| fence.to_string());
+        let args = [id, Arg::Int(self.ttl.millis()), Arg::Text(&fence), Arg::Text(replaced)];
+        let statements = &at.statements;
+        let answers = if queued {
+            let message = Message::new().raw(session.prelude()).call(&statements.queue_for, &[id]);
+            session.commit(&message.call(&statements.extend, &args))?
+        } else {
+            session.commit_one(&statements.extend, &args)?
+        };
+        Ok(self.read(&answers)?)
+    }
+
+    /// Reads the answer to `extend`.
+    fn read(&self, answers: &Answers) -> Result<Moved> {
+        let row = required(answers.row(0)?)?;
+        let Some(fence) = text(row, 4)? else { return Ok(Moved::Lost(LostReason::RowMissing)) };
+        let rest_ms = required(int(row, 3)?)?;
+        if let Some(expires_at_ms) = int(row, 0)? {
+            let asked_ms = required(int(row, 2)?)?;
+            return Ok(Moved::To { expires_at_ms, version: version(row, 1)?, asked_ms, rest_ms });
+        }
+        if self.fence.is_some_and(|mine| mine.to_string() != fence) {
+            return Ok(Moved::Lost(LostReason::TakenOver { fence: parse(fence)? }));
+        }
+        if rest_ms <= 0 { Ok(Moved::Lost(LostReason::Expired)) } else { Err(swallowed()) }
+    }
+
+    /// Only for an extend by the lock id alone: guards' calls have no token.
+    fn two_messages(
+        &self,
+        session: &mut Session<'_>,
+        at: &Located,
+        replaced: &str,
+        queued: bool,
+    ) -> Result<Moved, Trouble> {
+        let (statements, id) = (&at.statements, Arg::Text(self.lock_id.as_str()));
+        let mut read = Message::new().raw(session.prelude_between()).call(&statements.durable, &[]);
+        if queued {
+            read = read.call(&statements.queue_for, &[id]);
+        }
+        let read = read.call(&statements.find, &[id]).call(&statements.clock, &[]);
+        let found = Found::read(&session.begin(&read)?)?;
+        session.check_cancel()?;
+        match (Found::judge(found.as_ref(), self.lock_id.as_str()), &found) {
+            (Some(Reason::Expired), _) => Ok(Moved::Lost(LostReason::Expired)),
+            (Some(_), _) | (None, None) => Ok(Moved::Lost(LostReason::RowMissing)),
+            (None, Some(found)) => {
+                let args = [Arg::Text(&found.key), id, Arg::Int(self.ttl.millis()), Arg::Text(replaced)];
+                let write = Message::new().call(&statements.update, &args).raw("COMMIT");
+                let answers = session.commit(&write)?;
+                let row = answers.row(1)?.ok_or_else(swallowed)?;
+                Ok(Moved::To {
+                    expires_at_ms: required(int(row, 0)?)?,
+                    version: version(row, 1)?,
+                    asked_ms: required(int(row, 2)?)?,
+                    rest_ms: found.rest_ms(),
+                })
+            }
+        }
+    }
+}
+
+fn parse(fence: &str) -> Result<Fence> {
+    fence.parse().map_err(|error| malformed().with_source(error))
 }
 
 /// Extends many leases in one transaction, on the connection that is kept for it. A lease that is
@@ -96,7 +253,7 @@ pub(crate) fn renew(
         Ok(outcomes) => outcomes,
         // A LockError cannot be cloned: one says why, the others say that.
         Err(fault) => {
-            let unknown = matches!(fault, Fault::Doubt { .. });
+            let unknown = matches!(fault, Fault::Doubt(_));
             let error = fault.into_error();
             let code = error.code();
             let again = move || LockError::new(code).with_message("the renewal of the whole batch failed");
@@ -121,6 +278,13 @@ struct Batch<'a> {
     keys: Vec<String>,
     ids: Vec<&'a str>,
     ttls: Vec<Ttl>,
+    fences: Vec<String>,
+    /// Empty where none is known.
+    versions: Vec<String>,
+}
+
+fn texts(column: &[String]) -> Vec<&str> {
+    column.iter().map(String::as_str).collect()
 }
 
 impl<'a> Batch<'a> {
@@ -131,6 +295,8 @@ impl<'a> Batch<'a> {
         self.keys.push(key);
         self.ids.push(lease.lock_id);
         self.ttls.push(ttl);
+        self.fences.push(lease.fence.to_string());
+        self.versions.push(lease.version.map_or_else(String::new, |version| version.get().to_string()));
         Ok(())
     }
 
@@ -138,49 +304,59 @@ impl<'a> Batch<'a> {
         if self.ids.is_empty() {
             return Ok(Vec::new());
         }
-        let keys: Vec<&str> = self.keys.iter().map(String::as_str).collect();
+        let (keys, fences, versions) = (texts(&self.keys), texts(&self.fences), texts(&self.versions));
         let ttls: Vec<i64> = self.ttls.iter().map(|ttl| ttl.millis()).collect();
-        let args = [Arg::Texts(&keys), Arg::Texts(&self.ids), Arg::Ints(&ttls)];
-        let first = self.ids.first().copied().unwrap_or_default();
-        backend.run_renewal(first, end, |session, at| {
+        let args = [
+            Arg::Texts(&keys),
+            Arg::Texts(&self.ids),
+            Arg::Ints(&ttls),
+            Arg::Texts(&fences),
+            Arg::Texts(&versions),
+        ];
+        backend.run_renewal(end, |session, at| {
             let message = Message::new()
                 .raw(session.prelude())
                 .call(&at.statements.durable, &[])
                 .call(&at.statements.renew, &args);
             let answers = session.commit(&message)?;
-            let mut outcomes: Vec<_> = self.ids.iter().map(|_| Ok(RenewOutcome::Busy)).collect();
+            // What is renewed, lost or busy says so.
+            let mut outcomes: Vec<_> = self.ids.iter().map(|_| Err(swallowed())).collect();
             for row in answers.rows(0)? {
                 let place = usize::try_from(required(int(row, 0)?)?).map_err(|_| malformed())?;
                 let at = place.checked_sub(1).ok_or_else(malformed)?;
-                let (slot, id) = outcomes.get_mut(at).zip(self.ids.get(at)).ok_or_else(malformed)?;
+                let slot = outcomes.get_mut(at).ok_or_else(malformed)?;
+                let mine = self.ids.get(at).zip(self.fences.get(at)).ok_or_else(malformed)?;
+                let renewed = match int(row, 1)? {
+                    Some(end) => Some((end, version(row, 5)?)),
+                    None => None,
+                };
                 let locked = required(text(row, 2)?)? == "t";
                 // The others are renewed, whatever somebody has written in this one's place.
-                *slot = outcome(int(row, 1)?, locked, text(row, 3)?, text(row, 4)?, id);
+                *slot = outcome(renewed, locked, text(row, 3)?.zip(text(row, 4)?), (mine.0, mine.1));
             }
             Ok(outcomes)
         })
     }
 }
 
-/// What became of one lease: its new expiry, whether its row was locked, and who has its key now.
+/// What became of one lease: its new expiry and version, whether its row was locked, and whose its key is
+/// now, by lock id and fence.
 fn outcome(
-    renewed: Option<i64>,
+    renewed: Option<(i64, Version)>,
     locked: bool,
-    holder: Option<&str>,
-    fence: Option<&str>,
-    lock_id: &str,
+    holder: Option<(&str, &str)>,
+    mine: (&str, &str),
 ) -> Result<RenewOutcome> {
-    if let Some(expires_at_ms) = renewed {
-        return Ok(RenewOutcome::Renewed { expires_at_ms });
+    if let Some((expires_at_ms, version)) = renewed {
+        return Ok(RenewOutcome::Renewed { expires_at_ms, version: Some(version) });
     }
-    Ok(match (locked, holder, fence) {
-        (true, _, _) => RenewOutcome::Lost(LostReason::Expired),
-        (false, Some(holder), _) if holder == lock_id => RenewOutcome::Busy,
-        (false, Some(_), Some(fence)) => {
-            let fence: Fence = fence.parse().map_err(|error| malformed().with_source(error))?;
-            RenewOutcome::Lost(LostReason::TakenOver { fence })
-        }
-        _ => RenewOutcome::Lost(LostReason::RowMissing),
+    Ok(match holder {
+        Some(holder) if holder == mine && locked => RenewOutcome::Lost(LostReason::Expired),
+        Some(holder) if holder == mine => RenewOutcome::Busy,
+        // Perhaps under the same id: broken, and granted again by a late copy of the acquire.
+        Some((_, fence)) => RenewOutcome::Lost(LostReason::TakenOver { fence: parse(fence)? }),
+        None if locked => RenewOutcome::Lost(LostReason::Expired),
+        None => RenewOutcome::Lost(LostReason::RowMissing),
     })
 }
 
@@ -190,17 +366,26 @@ mod tests {
 
     #[test]
     fn a_lease_is_renewed_lost_or_busy() {
-        let fence = Some("000000000000009");
+        let (me, mine) = (("me", "000000000000008"), Version::new(7));
         let taken = RenewOutcome::Lost(LostReason::TakenOver { fence: Fence::new(9).unwrap() });
-        for (renewed, locked, holder, expected) in [
-            (Some(5), true, Some("me"), RenewOutcome::Renewed { expires_at_ms: 5 }),
-            (None, true, Some("me"), RenewOutcome::Lost(LostReason::Expired)),
-            (None, false, Some("me"), RenewOutcome::Busy),
-            (None, false, Some("other"), taken),
+        let renewed = RenewOutcome::Renewed { expires_at_ms: 5, version: Some(mine) };
+        for (new, locked, holder, expected) in [
+            (Some((5, mine)), true, Some(me), renewed),
+            (None, true, Some(me), RenewOutcome::Lost(LostReason::Expired)),
+            (None, false, Some(me), RenewOutcome::Busy),
+            (None, false, Some(("other", "000000000000009")), taken),
+            (None, true, Some(("me", "000000000000009")), taken),
             (None, false, None, RenewOutcome::Lost(LostReason::RowMissing)),
         ] {
-            let fence = holder.and(fence);
-            assert_eq!(outcome(renewed, locked, holder, fence, "me").unwrap(), expected);
+            assert_eq!(outcome(new, locked, holder, me).unwrap(), expected);
         }
+    }
+
+    #[test]
+    fn an_answer_is_certain_only_if_it_came_before_anybody_could_take_the_lease_over() {
+        let moved = |rest_ms| Moved::To { expires_at_ms: 2, version: Version::new(1), asked_ms: 2, rest_ms };
+        let age = Duration::from_millis(20);
+        assert!(moved(21).is_certain(age));
+        assert!(!moved(20).is_certain(age) && !moved(0).is_certain(Duration::ZERO));
     }
 }

@@ -6,7 +6,7 @@
 //! | `pool`, `slots`, `callers`, `source` | pools and the wait for them, our own, a caller's, the connection kept for renewals |
 //! | `statement`, `session`, `row` | prepared statements, messages, one operation on one connection, its answers |
 //! | `run` | the loops around every operation |
-//! | `sql`, `schema`, `collation` | every SQL text; the tables, how they come to be, whether their indexes are in order |
+//! | `sql`, `held`, `schema`, `collation` | every SQL text, those on a lease that stands apart; the tables, how they come to be, whether their indexes are in order |
 //! | `acquire`, `release`, `extend`, `read` | the operations |
 //! | `operator` | what operators see and may do |
 //! | `wake`, `listen`, `processes` | calls between processes; whether sessions keep to theirs |
@@ -21,6 +21,7 @@ mod collation;
 mod connect;
 pub(crate) mod error;
 mod extend;
+mod held;
 mod link;
 mod listen;
 mod operator;
@@ -51,7 +52,7 @@ pub(crate) use source::{Connection, Source};
 pub(crate) use statement::{Arg, Message, SessionTimer, Statement, push_quoted};
 
 use crate::backend::{
-    AcquireResult, Attempt, Capabilities, ExtendOutcome, Holder, LockBackend, LockInfo, LockInfoDebug,
+    AcquireResult, Attempt, Capabilities, ExtendOutcome, Grant, Holder, LockBackend, LockInfo, LockInfoDebug,
     Lookup, OnHeard, ReleaseOutcome, RenewOutcome, Renewal, TimeAuthority, Watch,
 };
 use crate::cancel::CancelToken;
@@ -63,7 +64,6 @@ use crate::model::time::{Clock, Moment, Ttl};
 pub(crate) use error::{Trouble, without_right};
 use schema::{Survey, Tables};
 use sql::Statements;
-use statement::Backend;
 use wake::Wakes;
 
 /// How often an operation starts anew because its connection turned out to be stale. After a
@@ -114,7 +114,7 @@ pub(crate) enum Fault {
     /// Certainly nothing was changed.
     Error(LockError),
     /// The answer to a commit was lost.
-    Doubt { error: LockError, process: Option<Arc<Backend>> },
+    Doubt(LockError),
 }
 
 impl Fault {
@@ -123,7 +123,7 @@ impl Fault {
     pub(crate) fn into_error(self) -> LockError {
         match self {
             Self::Error(error) => error,
-            Self::Doubt { error, .. } => error.with_unknown_outcome(Duration::ZERO),
+            Self::Doubt(error) => error.with_unknown_outcome(Duration::ZERO),
         }
     }
 }
@@ -334,7 +334,7 @@ impl LockBackend for PostgresBackend {
         let (key, ttl) = (Key::new(key)?, Ttl::new(ttl)?);
         cancel.check()?;
         let lock_id = LockId::generate()?;
-        acquire::Acquire::new(&key, &lock_id, ttl)?.run(self, self.end(), cancel)
+        acquire::Acquire::new(&key, &lock_id, ttl)?.run(self, self.end(), cancel).map(AcquireResult::from)
     }
 
     fn release(&self, lock_id: &str, cancel: &CancelToken) -> Result<ReleaseOutcome> {
@@ -358,6 +358,10 @@ impl LockBackend for PostgresBackend {
     }
 
     fn attempt(&self, attempt: &Attempt<'_>, cancel: &CancelToken) -> Result<AcquireResult> {
+        self.grant(attempt, cancel).map(AcquireResult::from)
+    }
+
+    fn grant(&self, attempt: &Attempt<'_>, cancel: &CancelToken) -> Result<Option<Grant>> {
         let (key, ttl) = (Key::new(attempt.key)?, Ttl::new(attempt.ttl)?);
         let lock_id = LockId::parse(attempt.lock_id)?;
         acquire::Acquire::new(&key, &lock_id, ttl)?.run(self, self.end_by(attempt.deadline), cancel)
@@ -390,6 +394,10 @@ impl LockBackend for PostgresBackend {
 
     fn release_by(&self, lock_id: &str, deadline: Moment) -> Result<ReleaseOutcome> {
         release::release(self, &LockId::parse(lock_id)?, self.end_by(deadline), &CancelToken::never())
+    }
+
+    fn prolong(&self, lease: &Renewal<'_>, deadline: Moment) -> Result<RenewOutcome> {
+        extend::prolong(self, lease, self.end_by(deadline))
     }
 
     fn renew(&self, leases: &[Renewal<'_>], deadline: Moment) -> Vec<Result<RenewOutcome>> {

@@ -262,7 +262,7 @@ impl Operator {
         let hash = hash_key(key.as_str());
         let broken = broken.map_err(|fault| match fault {
             Fault::Error(error) => error.with_key(key.as_str()),
-            doubt @ Fault::Doubt { .. } => {
+            doubt @ Fault::Doubt(_) => {
                 log::warn!("the lock of key #{hash} was perhaps broken by {who:?}: the answer was lost");
                 doubt.into_error().with_key(key.as_str())
             }

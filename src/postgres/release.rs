@@ -25,7 +25,7 @@ pub(crate) fn release(
     end: Instant,
     cancel: &CancelToken,
 ) -> Result<ReleaseOutcome> {
-    let outcome = backend.run_until_known(lock_id, end, cancel, |session, at| {
+    let outcome = backend.run_until_known(end, cancel, |session, at| {
         if cancel.is_never() { one_message(session, at, lock_id) } else { two_messages(session, at, lock_id) }
     });
     match outcome {
@@ -63,6 +63,11 @@ impl Found {
             expires_at_ms: required(int(row, 2)?)?,
             now_ms,
         }))
+    }
+
+    /// For how much longer it was live when it was found, in milliseconds.
+    pub(crate) fn rest_ms(&self) -> i64 {
+        self.expires_at_ms.saturating_add(TIME_TOLERANCE_MS).saturating_sub(self.now_ms)
     }
 
     /// Why it cannot be released or extended, if so. The id is compared although the query did:

@@ -3,6 +3,7 @@
 use postgres::types::Type;
 use postgres::{SimpleQueryMessage, SimpleQueryRow};
 
+use crate::backend::Version;
 use crate::error::{ErrorCode, LockError, Result};
 
 /// A row: as text, or with the types of its columns.
@@ -61,6 +62,11 @@ pub(crate) fn text(row: &Row, column: usize) -> Result<Option<&str>> {
         Row::Typed(row) => row.try_get(column),
     }
     .map_err(|cause| malformed().with_source(cause))
+}
+
+/// A column as a row's version.
+pub(crate) fn version(row: &Row, column: usize) -> Result<Version> {
+    required(text(row, column)?)?.parse().map(Version::new).map_err(|_| malformed())
 }
 
 /// A column as a number; `None` for NULL.

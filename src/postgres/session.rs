@@ -19,10 +19,10 @@ use crate::error::{ErrorCode, LockError, Result};
 use crate::postgres::connect::{guard_runtime, rest};
 use crate::postgres::error::{READ_ONLY, Trouble, call_error, is_unprepared};
 use crate::postgres::link::Link;
-use crate::postgres::row::{Answers, int, malformed, required};
+use crate::postgres::row::{Answers, int};
 use crate::postgres::source::Connection;
 use crate::postgres::sql::PLAIN_NAMES;
-use crate::postgres::statement::{Arg, Backend, Handle, LOCKS_FIRST, Memo, Message, SessionTimer, Statement};
+use crate::postgres::statement::{Arg, Handle, LOCKS_FIRST, Memo, Message, SessionTimer, Statement};
 
 /// How much later than the server's limits the client gives up.
 pub(crate) const GRACE: Duration = Duration::from_millis(100);
@@ -46,24 +46,13 @@ pub(crate) struct Session<'a> {
     end: Instant,
     cancel: &'a CancelToken,
     in_transaction: bool,
-    backend: Option<Arc<Backend>>,
     /// See [`Memo::settled_ms`].
     settled_ms: Option<u64>,
-    /// See [`Backend::called`].
-    called: Option<String>,
 }
 
 impl<'a> Session<'a> {
     pub(crate) fn new(connection: Connection, end: Instant, cancel: &'a CancelToken) -> Self {
-        Self {
-            connection: Some(connection),
-            end,
-            cancel,
-            in_transaction: false,
-            backend: None,
-            settled_ms: None,
-            called: None,
-        }
+        Self { connection: Some(connection), end, cancel, in_transaction: false, settled_ms: None }
     }
 
     /// Prepares these statements if this connection has not yet.
@@ -71,9 +60,7 @@ impl<'a> Session<'a> {
         let memo = self.connection()?.memo();
         let missing = memo.missing(statements);
         if missing.is_empty() {
-            let (backend, settled_ms) = (memo.backend.clone(), memo.settled_ms);
-            self.backend = backend;
-            self.settled_ms = settled_ms;
+            self.settled_ms = memo.settled_ms;
             return Ok(());
         }
         let message = Memo::preparation(self.limits(), &missing);
@@ -87,21 +74,12 @@ impl<'a> Session<'a> {
             }
             Err(failed) => return Err(failed.into()),
         };
-        let backend = match answers.row(0)? {
-            Some(row) => Some(Arc::new(Backend {
-                pid: i32::try_from(required(int(row, 0)?)?).map_err(|_| malformed())?,
-                began: required(int(row, 1)?)?,
-                called: None,
-            })),
-            None => None,
-        };
-        let settled_ms = answers.row(0)?.map(|row| int(row, 2)).transpose()?.flatten();
-        self.backend.clone_from(&backend);
+        let settled_ms = answers.row(0)?.map(|row| int(row, 0)).transpose()?.flatten();
         let settled_ms = settled_ms.and_then(|ms| u64::try_from(ms).ok());
         self.settled_ms = settled_ms;
         let memo = self.connection()?.memo();
         memo.settled_ms = settled_ms;
-        memo.remember(statements, backend);
+        memo.remember(statements);
         Ok(())
     }
 
@@ -264,15 +242,6 @@ impl<'a> Session<'a> {
         self.cancel.check()
     }
 
-    /// The server process at the other end, as far as it is known; also when the connection is gone.
-    pub(crate) fn backend(&self) -> Option<Arc<Backend>> {
-        let backend = self.backend.clone()?;
-        match &self.called {
-            Some(text) => Some(Arc::new(Backend { called: Some(text.clone()), ..(*backend).clone() })),
-            None => Some(backend),
-        }
-    }
-
     /// Closes the connection.
     fn cut(&mut self) {
         if let Some(connection) = self.connection.take() {
@@ -320,9 +289,6 @@ impl<'a> Session<'a> {
             }
         };
         let rows = self.round_trip(commits, |client| client.query(&handle, &Arg::parameters(args)));
-        if rows.is_err() {
-            self.called = Some(statement.text().to_owned());
-        }
         let rows = self.noticed(rows)?;
         Ok(Answers::of_query(rows))
     }
@@ -349,13 +315,7 @@ impl<'a> Session<'a> {
     fn simple(&mut self, message: &Message<'_>, commits: bool) -> Result<Answers, Failed> {
         let connection = self.connection().map_err(Trouble::Refused)?;
         let text = message.text(connection.memo().plain).map_err(Trouble::Refused)?;
-        match self.round_trip(commits, |client| client.simple_query(&text)) {
-            Ok(answers) => Ok(Answers::of_message(answers)),
-            Err(failed) => {
-                self.called = Some(text);
-                Err(failed)
-            }
-        }
+        self.round_trip(commits, |client| client.simple_query(&text)).map(Answers::of_message)
     }
 
     /// One round trip.

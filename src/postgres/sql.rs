@@ -27,7 +27,7 @@ use crate::error::Result;
 use crate::model::fence::{FENCE_MAX, Fence};
 use crate::model::lock_id::LockId;
 use crate::model::time::TIME_TOLERANCE_MS;
-use crate::postgres::listen::call_waiters;
+use crate::postgres::held::{VERSION, called, extend, new_end, release, release_live, renew};
 use crate::postgres::schema::Tables;
 use crate::postgres::statement::{Statement, push_quoted};
 
@@ -35,11 +35,11 @@ use crate::postgres::statement::{Statement, push_quoted};
 pub(crate) const EQ: &str = "OPERATOR(pg_catalog.=)";
 const NE: &str = "OPERATOR(pg_catalog.<>)";
 const GT: &str = "OPERATOR(pg_catalog.>)";
-const GE: &str = "OPERATOR(pg_catalog.>=)";
+pub(super) const GE: &str = "OPERATOR(pg_catalog.>=)";
 const LT: &str = "OPERATOR(pg_catalog.<)";
-const PLUS: &str = "OPERATOR(pg_catalog.+)";
-const MINUS: &str = "OPERATOR(pg_catalog.-)";
-const COUNT: &str = "pg_catalog.count(*)";
+pub(super) const PLUS: &str = "OPERATOR(pg_catalog.+)";
+pub(super) const MINUS: &str = "OPERATOR(pg_catalog.-)";
+pub(super) const COUNT: &str = "pg_catalog.count(*)";
 
 /// Types by their full names.
 const TEXT: &str = "pg_catalog.text";
@@ -54,12 +54,12 @@ pub(crate) const CLOCK: &str = "pg_catalog.floor(EXTRACT(EPOCH FROM pg_catalog.c
 /// Raises `synchronous_commit`, for this transaction alone, where it promises less than a durable
 /// commit; other levels ask for more and stay
 /// (<https://www.postgresql.org/docs/current/runtime-config-wal.html#GUC-SYNCHRONOUS-COMMIT>).
-const DURABLE: &str = "CASE WHEN pg_catalog.current_setting('synchronous_commit') \
+pub(super) const DURABLE: &str = "CASE WHEN pg_catalog.current_setting('synchronous_commit') \
     OPERATOR(pg_catalog.=) ANY (ARRAY['off', 'local']::pg_catalog.text[]) \
     THEN pg_catalog.set_config('synchronous_commit', 'on', true) END";
 
 /// Lets the commit of this transaction return before it is on disk.
-const RELAXED: &str = "pg_catalog.set_config('synchronous_commit', 'off', true)";
+pub(super) const RELAXED: &str = "pg_catalog.set_config('synchronous_commit', 'off', true)";
 
 /// Names from `pg_catalog` before all others in this transaction (a temporary type would come first
 /// otherwise), for statements that are written with plain operators.
@@ -80,30 +80,33 @@ pub(crate) struct Statements {
     pub(crate) hold: Statement,
     /// `(storage key, fence key)`: row, counter and clock, in a snapshot after the locks.
     pub(crate) view: Statement,
-    /// `(storage key, fence key, user key, lock id, ttl ms)`: the grant. Answers (expiry, fence).
+    /// `(storage key, fence key, user key, lock id, ttl ms)`: the grant. Answers (expiry, fence, version).
     pub(crate) grant: Statement,
-    /// `(storage key, lock id)`: writes a granted row back as it is. Answers (expiry, fence).
+    /// `(storage key, lock id)`: writes a granted row back as it is. Answers (expiry, fence, version).
     pub(crate) confirm: Statement,
     /// `(storage key, fence key, user key, lock id, ttl ms)`: all of the above at once but the queue.
     pub(crate) acquire: Statement,
     /// The same arguments: queue and grant if nobody queues and no row stands for the key. Answers
-    /// (expiry, fence, 1), or the row that stands (expiry, lock id, clock), or nothing.
+    /// (expiry, fence, version, 1), or the row that stands (expiry, lock id, NULL, clock), or nothing.
     pub(crate) acquire_absent: Statement,
+    /// `(lock id)`: queues for the key of the lease with this id, if there is one.
+    pub(crate) queue_for: Statement,
     /// `(lock id)`: locks a lease's row. Answers (key, lock id, expiry).
     pub(crate) find: Statement,
     /// `()`: the clock.
     pub(crate) clock: Statement,
     /// `(storage key, lock id)`
     pub(crate) delete: Statement,
-    /// `(storage key, lock id, ttl ms)`: answers the expiry.
+    /// `(storage key, lock id, ttl ms, version)`: answers (expiry, version, the end that was asked for).
     pub(crate) update: Statement,
     /// `(lock id)`: answers (found, deleted, …, found live).
     pub(crate) release: Statement,
     /// `(lock id)`: deletes a live lease. Answers a row if it did.
     pub(crate) release_live: Statement,
-    /// `(lock id, ttl ms)`: answers (found, expiry).
+    /// `(lock id, ttl ms, fence, version)`, the last two empty where they are not known. Answers
+    /// (expiry, version, the end that was asked for, how long the row was live without it, its fence).
     pub(crate) extend: Statement,
-    /// `(storage keys, lock ids, ttls)`
+    /// `(storage keys, lock ids, ttls, fences, versions)`
     pub(crate) renew: Statement,
     /// `(storage key)`: answers (expiry, clock, fence).
     pub(crate) look: Statement,
@@ -148,7 +151,7 @@ impl Statements {
                 &[TEXT, TEXT],
                 format!(
                     "UPDATE {locks} AS l SET lock_id = l.lock_id WHERE l.key {EQ} $1 AND l.lock_id {EQ} $2 \
-                     RETURNING l.expires_at_ms, l.fence"
+                     RETURNING l.expires_at_ms, l.fence, {VERSION}"
                 ),
             ),
             acquire: Statement::new("acquire", &[TEXT, TEXT, TEXT, TEXT, INT], acquire(tables)),
@@ -156,6 +159,14 @@ impl Statements {
                 "acquire_absent",
                 &[TEXT, TEXT, TEXT, TEXT, INT],
                 acquire_absent(tables),
+            ),
+            queue_for: Statement::new(
+                "queue_for",
+                &[TEXT],
+                format!(
+                    "SELECT FROM (SELECT pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext(l.key)::pg_catalog.int8) \
+                     FROM {locks} AS l WHERE l.lock_id {EQ} $1 OFFSET 0) AS q"
+                ),
             ),
             find: Statement::new(
                 "find",
@@ -174,16 +185,17 @@ impl Statements {
             ),
             update: Statement::new(
                 "update",
-                &[TEXT, TEXT, INT],
+                &[TEXT, TEXT, INT, TEXT],
                 format!(
-                    "UPDATE {locks} AS l SET expires_at_ms = {CLOCK} {PLUS} $3 WHERE l.key {EQ} $1 AND l.lock_id {EQ} $2 \
-                     RETURNING l.expires_at_ms"
+                    "UPDATE {locks} AS l SET expires_at_ms = {} FROM (SELECT {CLOCK} {PLUS} $3 AS asked OFFSET 0) AS t \
+                     WHERE l.key {EQ} $1 AND l.lock_id {EQ} $2 RETURNING l.expires_at_ms, {VERSION}, t.asked",
+                    new_end((VERSION, "$4"), "l.expires_at_ms", "t.asked")
                 ),
             ),
             release: Statement::new("release", &[TEXT], release(tables)),
             release_live: Statement::new("release_live", &[TEXT], release_live(tables, &called)),
-            extend: Statement::new("extend", &[TEXT, INT], extend(tables)),
-            renew: Statement::new("renew", &[TEXTS, TEXTS, INTS], renew(tables)),
+            extend: Statement::new("extend", &[TEXT, INT, TEXT, TEXT], extend(tables)),
+            renew: Statement::new("renew", &[TEXTS, TEXTS, INTS, TEXTS, TEXTS], renew(tables)),
             look: Statement::new(
                 "look",
                 &[TEXT],
@@ -196,7 +208,7 @@ impl Statements {
     }
 
     /// All of them: a connection prepares them together, in one round trip.
-    pub(crate) fn all(&self) -> [&Statement; 19] {
+    pub(crate) fn all(&self) -> [&Statement; 20] {
         [
             &self.queue,
             &self.hold,
@@ -205,6 +217,7 @@ impl Statements {
             &self.confirm,
             &self.acquire,
             &self.acquire_absent,
+            &self.queue_for,
             &self.find,
             &self.clock,
             &self.delete,
@@ -303,7 +316,7 @@ fn insert(tables: &Tables, (fence, now): (&str, &str), source: &str, conflict: &
            INSERT INTO {locks} AS l (key, lock_id, expires_at_ms, acquired_at_ms, fence, user_key) \
            SELECT $1, $4, {now} {PLUS} $5, {now}, pg_catalog.lpad({fence}::pg_catalog.text, 15, '0'), $3 \
            FROM {source} \
-           ON CONFLICT (key) DO {conflict} RETURNING l.expires_at_ms, l.fence)"
+           ON CONFLICT (key) DO {conflict} RETURNING l.expires_at_ms, l.fence, {VERSION} AS version)"
     )
 }
 
@@ -326,7 +339,7 @@ const ALL_OR_NOTHING: &str = "1 OPERATOR(pg_catalog./) (CASE WHEN EXISTS (SELECT
 fn grant(tables: &Tables) -> String {
     format!(
         "WITH ok AS MATERIALIZED (SELECT {CLOCK} AS now), {} \
-         SELECT (SELECT u.expires_at_ms FROM u), (SELECT u.fence FROM u), {ALL_OR_NOTHING}",
+         SELECT (SELECT u.expires_at_ms FROM u), (SELECT u.fence FROM u), (SELECT u.version FROM u), {ALL_OR_NOTHING}",
         write(tables)
     )
 }
@@ -350,7 +363,7 @@ fn acquire(tables: &Tables) -> String {
            WHERE held.n {EQ} (SELECT {COUNT} FROM {fences} AS c WHERE c.fence_key {EQ} $2) AND {free} \
              AND NOT EXISTS (SELECT 1 FROM cur WHERE cur.lock_id {EQ} $4)), \
          {} \
-         SELECT (SELECT u.expires_at_ms FROM u), (SELECT u.fence FROM u), {ALL_OR_NOTHING}, \
+         SELECT (SELECT u.expires_at_ms FROM u), (SELECT u.fence FROM u), (SELECT u.version FROM u), {ALL_OR_NOTHING}, \
            (SELECT {COUNT} FROM ok), (SELECT {COUNT} FROM cur WHERE cur.lock_id {EQ} $4)",
         write(tables)
     )
@@ -382,9 +395,9 @@ fn acquire_absent(tables: &Tables) -> String {
          look AS MATERIALIZED (\
            SELECT l.expires_at_ms, l.lock_id FROM {locks} AS l WHERE l.key {EQ} $1), \
          {}, {} \
-         SELECT u.expires_at_ms, u.fence, (1 OPERATOR(pg_catalog./) \
+         SELECT u.expires_at_ms, u.fence, u.version, (1 OPERATOR(pg_catalog./) \
            (CASE WHEN u.fence IS NULL THEN 0 ELSE 1 END))::pg_catalog.int8, {DURABLE} FROM f LEFT JOIN u ON true \
-         UNION ALL SELECT look.expires_at_ms, look.lock_id, {CLOCK}, NULL FROM look",
+         UNION ALL SELECT look.expires_at_ms, look.lock_id, NULL, {CLOCK}, NULL FROM look",
         raise(tables, &free),
         insert(
             tables,
@@ -392,86 +405,5 @@ fn acquire_absent(tables: &Tables) -> String {
             &format!("(SELECT f.fence, {CLOCK} AS now FROM f) AS g"),
             "NOTHING"
         )
-    )
-}
-
-/// A lease's row, locked, and the clock after that.
-fn locked_row(tables: &Tables) -> String {
-    let locks = &tables.locks;
-    format!(
-        "cur AS MATERIALIZED (\
-           SELECT l.key, l.expires_at_ms FROM {locks} AS l WHERE l.lock_id {EQ} $1 FOR UPDATE), \
-         t AS MATERIALIZED (\
-           SELECT {CLOCK} AS now FROM (SELECT {COUNT} AS n FROM cur) AS a WHERE a.n {GE} 0::pg_catalog.int8)"
-    )
-}
-
-fn release(tables: &Tables) -> String {
-    let (locks, alive) = (&tables.locks, live("cur.expires_at_ms", "t.now"));
-    format!(
-        "WITH {}, d AS (\
-           DELETE FROM {locks} AS l USING cur, t \
-           WHERE l.key {EQ} cur.key AND l.lock_id {EQ} $1 AND {alive} RETURNING 1) \
-         SELECT (SELECT {COUNT} FROM cur), (SELECT {COUNT} FROM d), {RELAXED}, \
-           (SELECT {COUNT} FROM cur, t WHERE {alive})",
-        locked_row(tables)
-    )
-}
-
-/// The end of a live lease, which is what nearly every release finds, at half of the price of
-/// [`release`]. The row is judged when it is found, and once more when it is deleted: a wait for
-/// somebody's lock lies between the two, and if the lease was over by then, the message fails
-/// (22012) and changes nothing.
-fn release_live(tables: &Tables, called: &str) -> String {
-    let (locks, alive) = (&tables.locks, live("l.expires_at_ms", CLOCK));
-    format!(
-        "DELETE FROM {locks} AS l WHERE l.lock_id {EQ} $1 AND {alive} \
-         RETURNING 1 OPERATOR(pg_catalog./) (CASE WHEN {alive} THEN 1 ELSE 0 END), {RELAXED}{called}"
-    )
-}
-
-/// The call of the deleted row's waiters as one more column, or nothing.
-fn called(calls: bool) -> String {
-    if calls { format!(", {}", call_waiters("l.key")) } else { String::new() }
-}
-
-fn extend(tables: &Tables) -> String {
-    let (locks, alive) = (&tables.locks, live("cur.expires_at_ms", "t.now"));
-    format!(
-        "WITH {}, u AS (\
-           UPDATE {locks} AS l SET expires_at_ms = t.now {PLUS} $2 FROM cur, t \
-           WHERE l.key {EQ} cur.key AND l.lock_id {EQ} $1 AND {alive} RETURNING l.expires_at_ms) \
-         SELECT (SELECT {COUNT} FROM cur), (SELECT u.expires_at_ms FROM u), {DURABLE}",
-        locked_row(tables)
-    )
-}
-
-/// Many leases at once. A busy row is skipped: it cannot hold the others up, and two batches cannot
-/// deadlock. Answers per lease: its place, the new expiry, whether its row was locked, and id and
-/// fence of the key's row now.
-///
-/// Every step reads the one before it once and looks rows up by an index: nothing is joined to
-/// another list of the batch. The planner takes an array for ten elements, and a join of two such
-/// lists for cheap, however it is done: five hundred leases took it ten times as long.
-fn renew(tables: &Tables) -> String {
-    let (locks, alive) = (&tables.locks, live("cur.expires_at_ms", "t.now"));
-    format!(
-        "WITH cur AS MATERIALIZED (\
-           SELECT want.place, want.key AS wanted, want.lock_id, want.ttl, c.key, c.expires_at_ms \
-           FROM ROWS FROM (pg_catalog.unnest($1), pg_catalog.unnest($2), pg_catalog.unnest($3)) \
-             WITH ORDINALITY AS want (key, lock_id, ttl, place) \
-           LEFT JOIN LATERAL (\
-             SELECT l.key, l.expires_at_ms FROM {locks} AS l \
-             WHERE l.lock_id {EQ} want.lock_id FOR UPDATE OF l SKIP LOCKED) AS c ON true), \
-         t AS MATERIALIZED (\
-           SELECT {CLOCK} AS now FROM (SELECT {COUNT} AS n FROM cur) AS a WHERE a.n {GE} 0::pg_catalog.int8), \
-         u AS (\
-           UPDATE {locks} AS l SET expires_at_ms = t.now {PLUS} cur.ttl FROM cur, t \
-           WHERE l.key {EQ} cur.key AND l.lock_id {EQ} cur.lock_id AND {alive} \
-           RETURNING cur.place, l.expires_at_ms) \
-         SELECT u.place, u.expires_at_ms, true, NULL::pg_catalog.text, NULL::pg_catalog.text FROM u \
-         UNION ALL \
-         SELECT cur.place, NULL, cur.key IS NOT NULL, l.lock_id, l.fence FROM cur CROSS JOIN t \
-           LEFT JOIN {locks} AS l ON l.key {EQ} cur.wanted WHERE cur.key IS NULL OR NOT {alive}"
     )
 }

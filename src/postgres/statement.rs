@@ -9,7 +9,6 @@
 
 use std::collections::{HashMap, HashSet};
 use std::fmt::Write as _;
-use std::sync::Arc;
 
 use postgres::types::{ToSql, Type};
 use sha2::{Digest, Sha256};
@@ -234,7 +233,7 @@ impl<'a> Message<'a> {
     }
 }
 
-/// What is known of a connection: which statements it has prepared, and whose it is.
+/// What is known of a connection: which statements it has prepared, and how its session began.
 #[derive(Default)]
 pub(crate) struct Memo {
     prepared: HashSet<String>,
@@ -246,7 +245,6 @@ pub(crate) struct Memo {
     pub(crate) plain: bool,
     /// How often in a row a prepared statement was gone.
     pub(crate) vanished: u8,
-    pub(crate) backend: Option<Arc<Backend>>,
     /// The session began with the settings that transactions need, and this limit in milliseconds
     /// for its waits and statements: nothing has to be set that is already so.
     pub(crate) settled_ms: Option<u64>,
@@ -288,23 +286,6 @@ pub(crate) fn settled_options(limit_ms: u64) -> String {
     )
 }
 
-/// A server process, told apart from a later one with the same number by its start.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Backend {
-    pub(crate) pid: i32,
-    /// See [`began`].
-    pub(crate) began: i64,
-    /// The text of the message that failed last. The server shows as much of it as fits; where the
-    /// driver prepared the statement, that is the statement's text, without the values.
-    pub(crate) called: Option<String>,
-}
-
-/// The SQL for when a server process began, in microseconds. Text would depend on the session that asks:
-/// on its time zone, and on how it shows times.
-pub(crate) fn began(column: &str) -> String {
-    format!("(EXTRACT(EPOCH FROM {column}) OPERATOR(pg_catalog.*) 1000000)::pg_catalog.int8")
-}
-
 /// A number for these statements together: two sets may share some of them, as clients with different
 /// tables do on a caller's connection.
 fn set_of(statements: &[&Statement]) -> u64 {
@@ -320,25 +301,20 @@ impl Memo {
         statements.iter().copied().filter(|s| !self.prepared.contains(&s.name)).collect()
     }
 
-    /// The message that prepares them, and asks who the server process is. It needs the limits of
+    /// The message that prepares them, and asks how the session began. It needs the limits of
     /// any other transaction: to prepare a statement takes a lock on its tables.
     pub(crate) fn preparation(limits: String, missing: &[&Statement]) -> Message<'static> {
         let mut message = Message::new().raw(limits);
         for statement in missing {
             message = message.raw(statement.prepare());
         }
-        message.raw(format!(
-            "SELECT pid, {}, pg_catalog.current_setting('syncguard.settled_ms', true) \
-             FROM pg_catalog.pg_stat_get_activity(pg_catalog.pg_backend_pid())",
-            began("backend_start")
-        ))
+        message.raw("SELECT pg_catalog.current_setting('syncguard.settled_ms', true)")
     }
 
     /// Notes that this connection has all of these statements.
-    pub(crate) fn remember(&mut self, statements: &[&Statement], backend: Option<Arc<Backend>>) {
+    pub(crate) fn remember(&mut self, statements: &[&Statement]) {
         self.prepared.extend(statements.iter().map(|s| s.name.clone()));
         self.sets.insert(set_of(statements));
-        self.backend = backend;
     }
 
     /// The driver's own prepared statement for this one, or how it is to be called for now.
@@ -368,10 +344,8 @@ impl Memo {
         self.vanished = self.vanished.saturating_add(1);
         self.plain |= self.vanished >= 2;
         if self.plain {
-            // This is not one session, or not one that stays as it was: nothing is known of its settings,
-            // nor of its process, which may be another's by now.
+            // This is not one session, or not one that stays as it was: nothing is known of its settings.
             self.settled_ms = None;
-            self.backend = None;
         }
     }
 }
@@ -411,10 +385,10 @@ mod tests {
         let statement = |text: &str| Statement::new("x", &[], text.into());
         let (a, b, both) = (statement("SELECT 1"), statement("SELECT 2"), statement("SELECT 3"));
         let mut memo = Memo::default();
-        memo.remember(&[&a, &both], None);
+        memo.remember(&[&a, &both]);
         let missing: Vec<_> = memo.missing(&[&b, &both]).iter().map(|s| s.text().to_owned()).collect();
         assert_eq!(missing, ["SELECT 2"]);
-        memo.remember(&[&b, &both], None);
+        memo.remember(&[&b, &both]);
         assert!(memo.missing(&[&a, &both]).is_empty() && memo.missing(&[&b, &both]).is_empty());
     }
 
@@ -422,14 +396,13 @@ mod tests {
     fn vanished_statements_are_prepared_once_more_and_then_written_out() {
         let statement = Statement::new("x", &[], "SELECT 1".into());
         let mut memo = Memo::default();
-        memo.remember(&[&statement], None);
+        memo.remember(&[&statement]);
         assert!(memo.missing(&[&statement]).is_empty());
-        let backend = Backend { pid: 1, began: 1, called: None };
-        (memo.settled_ms, memo.backend) = (Some(5_000), Some(Arc::new(backend)));
+        memo.settled_ms = Some(5_000);
         memo.forget();
         assert_eq!(memo.missing(&[&statement]).len(), 1);
-        assert!(!memo.plain && memo.settled_ms.is_some() && memo.backend.is_some());
+        assert!(!memo.plain && memo.settled_ms.is_some());
         memo.forget();
-        assert!(memo.plain && memo.settled_ms.is_none() && memo.backend.is_none());
+        assert!(memo.plain && memo.settled_ms.is_none());
     }
 }

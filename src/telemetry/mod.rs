@@ -9,7 +9,7 @@
 //! | --- | --- |
 //! | `acquire`, `attempt` | one `acquire`; contention is `fail`, reason `locked` |
 //! | `release`, `release_by` | one `release`; `fail` has reason `expired` or `not-found`, if known |
-//! | `extend`, `extend_by` | one `extend`, likewise |
+//! | `extend`, `extend_by`, `prolong` | one `extend`, likewise |
 //! | `renew` | one `extend` per lease; a busy row is `fail` without reason |
 //! | `is_locked` | one `isLocked`; *not locked* is `fail` without reason |
 //! | `peek`, `holder` | none: waiters ask often, and each attempt reports itself |
@@ -48,7 +48,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::backend::{
-    AcquireResult, Attempt, Capabilities, ExtendOutcome, Holder, LockBackend, LockInfo, LockInfoDebug,
+    AcquireResult, Attempt, Capabilities, ExtendOutcome, Grant, Holder, LockBackend, LockInfo, LockInfoDebug,
     Lookup, LostReason, OnHeard, Reason, ReleaseOutcome, RenewOutcome, Renewal, Watch,
 };
 use crate::cancel::CancelToken;
@@ -187,6 +187,14 @@ impl<B: LockBackend> LockBackend for Telemetry<B> {
         self.acquire_reported(attempt.key, |inner| inner.attempt(attempt, cancel))
     }
 
+    fn grant(&self, attempt: &Attempt<'_>, cancel: &CancelToken) -> Result<Option<Grant>> {
+        let call = |inner: &B| inner.grant(attempt, cancel);
+        self.report(Operation::Acquire, Subject::Key(attempt.key), call, |answer| match answer {
+            Some(grant) => (Ending::OK, Some(grant.acquired.lock_id.clone())),
+            None => (Ending::fail(Some(Reason::Locked)), None),
+        })
+    }
+
     fn peek(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<bool> {
         self.inner.peek(key, deadline, cancel)
     }
@@ -211,6 +219,12 @@ impl<B: LockBackend> LockBackend for Telemetry<B> {
 
     fn release_by(&self, lock_id: &str, deadline: Moment) -> Result<ReleaseOutcome> {
         self.release_reported(lock_id, |inner| inner.release_by(lock_id, deadline))
+    }
+
+    fn prolong(&self, lease: &Renewal<'_>, deadline: Moment) -> Result<RenewOutcome> {
+        let call = |inner: &B| inner.prolong(lease, deadline);
+        let read = |outcome: &RenewOutcome| (Ending::of_renewal(outcome), None);
+        self.report(Operation::Extend, Subject::LockId(lease.lock_id), call, read)
     }
 
     fn renew(&self, leases: &[Renewal<'_>], deadline: Moment) -> Vec<Result<RenewOutcome>> {

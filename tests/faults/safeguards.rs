@@ -8,6 +8,8 @@
 //! | `upsert-condition` | the condition that the upsert repeats |
 //! | `advisory-lock` | the queue of contenders; safety must not depend on it |
 //! | `clock` | the clock after the waits: `now()` stands still from the start of the transaction |
+//! | `version` | that only who names the row's version may shorten a lease |
+//! | `fence` | that a renewal or a guard's extend compares the fence |
 //! | `durable` | durable commits of acquire and extend |
 
 use std::sync::{Arc, Mutex};
@@ -16,7 +18,17 @@ use syncguard::PgLockClient;
 
 use crate::support::{self, Action, Proxy};
 
-const CUTS: [(&str, &str, &str); 11] = [
+const CUTS: [(&str, &str, &str); 17] = [
+    ("version", "cur.version OPERATOR(pg_catalog.=) $4", "true"),
+    ("version", "cur.version OPERATOR(pg_catalog.=) cur.replaced", "true"),
+    ("version", "l.xmin::pg_catalog.text OPERATOR(pg_catalog.=) $4", "true"),
+    ("fence", "l.fence OPERATOR(pg_catalog.=) $3", "true"),
+    ("fence", "c.fence OPERATOR(pg_catalog.=) want.fence AS mine", "true AS mine"),
+    (
+        "advisory-lock",
+        "pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext(l.key)::pg_catalog.int8)",
+        "l.key",
+    ),
     ("row-lock", " FOR UPDATE OF l SKIP LOCKED", ""),
     ("counter-lock", " FOR NO KEY UPDATE OF c SKIP LOCKED", ""),
     ("row-lock", " FOR UPDATE OF l", ""),
@@ -88,16 +100,18 @@ fn each_safeguard_is_taken_out_of_every_statement_that_has_it() {
         })
         .map(|(name, text)| (name.rsplit_once('_').map_or(name, |(what, _digest)| what), text))
         .collect();
-    assert_eq!(statements.len(), 19, "{statements:?}");
+    assert_eq!(statements.len(), 20, "{statements:?}");
     for (safeguard, expected) in [
         ("row-lock", "hold acquire find release extend renew"),
         ("counter-lock", "hold acquire"),
-        ("advisory-lock", "queue acquire_absent"),
+        ("advisory-lock", "queue acquire_absent queue_for"),
         ("upsert-condition", "grant acquire acquire_absent"),
         (
             "clock",
             "hold view grant acquire acquire_absent clock update release release_live extend renew look by_key by_id",
         ),
+        ("version", "update extend renew"),
+        ("fence", "extend renew"),
         ("durable", "queue acquire_absent extend durable"),
         ("nothing", ""),
     ] {

@@ -64,13 +64,13 @@ fn transaction(config: &Config, state: &State, at: usize, out: &mut Vec<Event>) 
     if state.losses > 0 {
         let mut next = *state;
         next.losses -= 1;
-        lose(config, &mut next, at);
+        lose(&mut next, at);
         push(("waits no longer: connection lost", next, None));
         // Only a server that loses what is not durable can tell the difference.
         if tx.pc == Pc::Commit && state.server_crashes > 0 {
             let (label, mut next, fault) = server::commit_visibly(config, state, at);
             next.losses -= 1;
-            lose(config, &mut next, at);
+            lose(&mut next, at);
             push((label, next, fault));
         }
     }
@@ -79,8 +79,10 @@ fn transaction(config: &Config, state: &State, at: usize, out: &mut Vec<Event>) 
 /// Sends the first message of a call.
 fn send(state: &mut State, owner: usize, kind: Kind, two_messages: bool, ear: Ear, id: u8) {
     let slot = state.txs.iter_mut().find(|tx| tx.is_free()).expect("more transactions than slots");
+    // Who extends says which grant is meant.
+    let fence = if matches!(kind, Kind::Extend | Kind::Renew) { state.clients[owner].fence } else { 0 };
     let owner = u8::try_from(owner).expect("few clients");
-    *slot = Tx { kind: Some(kind), two_messages, owner, ear, id, ..Tx::default() };
+    *slot = Tx { kind: Some(kind), two_messages, owner, ear, id, fence, ..Tx::default() };
 }
 
 fn idle(client: &mut Client) {
@@ -105,8 +107,8 @@ fn caller(config: &Config, state: &State, owner: usize, out: &mut Vec<Event>) {
                 );
             }
         }
-        // Unless the old process is ended for certain, its message may arrive whenever it likes.
-        Phase::Doubt if !(config.old_process_ended && state.has_late_message(client.id)) => {
+        // The message may arrive whenever it likes.
+        Phase::Doubt => {
             for (label, next, id) in resolve(config, state, owner) {
                 push(label, next, id);
             }
@@ -225,7 +227,7 @@ fn worker(config: &Config, state: &State, owner: usize, out: &mut Vec<Event>) {
 fn answer(config: &Config, state: &State, at: usize) -> Stepped {
     let mut next = *state;
     let tx = next.txs[at];
-    if tx.pc == Pc::Between && !matches!(tx.out, Outcome::Locked | Outcome::NotHeld) {
+    if tx.pc == Pc::Between && !matches!(tx.out, Outcome::Locked | Outcome::NotHeld | Outcome::Stale) {
         next.txs[at].pc = Pc::SentAgain;
         return ("has the first answer and sends the second message", next, None);
     }
@@ -240,10 +242,7 @@ fn answer(config: &Config, state: &State, at: usize) -> Stepped {
     let label = match (tx.kind.unwrap_or_default(), tx.ear) {
         (Kind::Acquire | Kind::Absent | Kind::Read, _) => return acquired(config, next, tx),
         (Kind::Extend, Ear::Caller) => {
-            // Until the grant's own deadline its row cannot have been taken over. After it, a late
-            // message of the same acquire may have been granted again, with another fence.
-            let rest = if config.mutation.freshen_blindly { client.extend_sent } else { client.sent };
-            if tx.out == Outcome::Extended && rest > 0 {
+            if tx.out == Outcome::Extended && client.extend_sent > 0 {
                 (client.phase, client.deadline, client.sent) = (Phase::Holding, client.extend_sent, 0);
             } else {
                 if tx.out != Outcome::NotHeld {
@@ -262,12 +261,14 @@ fn answer(config: &Config, state: &State, at: usize) -> Stepped {
                         fault = (!state.jumped).then_some("5: a holder in its time is told NotHeld");
                         client.deadline = 0;
                     }
+                    Outcome::Stale => client.deadline = 0,
                     _ => {}
                 }
             }
             match tx.out {
                 Outcome::Extended => "is told: extended",
                 Outcome::NotHeld => "is told: not held",
+                Outcome::Stale => "is told: granted again since",
                 _ => "is told: nothing new",
             }
         }
@@ -344,12 +345,11 @@ fn acquired(config: &Config, mut next: State, tx: Tx) -> Stepped {
 }
 
 /// A client stops waiting for an answer; the message goes its own way.
-fn lose(config: &Config, next: &mut State, at: usize) {
+fn lose(next: &mut State, at: usize) {
     let tx = next.txs[at];
     let unsure = tx.may_commit();
     next.txs[at].ear = Ear::Nobody;
-    let extend = matches!(tx.kind, Some(Kind::Extend | Kind::Renew));
-    if tx.pc == Pc::Done || (extend && config.old_process_ended) {
+    if tx.pc == Pc::Done {
         next.txs[at] = Tx::default();
     }
     let client = &mut next.clients[usize::from(tx.owner)];
@@ -426,7 +426,7 @@ fn world(config: &Config, state: &State, out: &mut Vec<Event>) {
         for at in 0..next.txs.len() {
             // An answer that is on its way arrives.
             if !next.txs[at].is_free() && next.txs[at].pc != Pc::Done {
-                lose(config, &mut next, at);
+                lose(&mut next, at);
                 next.txs[at] = Tx::default();
             }
         }

@@ -42,8 +42,8 @@ pub(crate) struct Mutation {
     pub(crate) async_grant: bool,
     /// The work on the register is not fenced.
     pub(crate) unfenced: bool,
-    /// The extend before the hand-out counts even if its answer comes after the grant's deadline.
-    pub(crate) freshen_blindly: bool,
+    /// Extends and renewals do not compare the fence.
+    pub(crate) no_fence: bool,
     /// `FOR KEY SHARE` instead of `FOR SHARE`.
     pub(crate) key_share: bool,
     /// The grant of a key without a row overwrites a row that has come since its look.
@@ -76,8 +76,6 @@ pub(crate) struct Config {
     pub(crate) two_messages: bool,
     /// Statements that wait may run into `lock_timeout`.
     pub(crate) timeouts: bool,
-    /// Old server processes are ended for certain before anything is asked again or given up.
-    pub(crate) old_process_ended: bool,
     /// Late messages are no excuse for a lease that nobody looks after.
     pub(crate) no_orphans: bool,
     /// States that differ only in the clients' names are one.
@@ -101,7 +99,6 @@ impl Config {
             one_message: true,
             two_messages: true,
             timeouts: true,
-            old_process_ended: false,
             no_orphans: false,
             symmetry: true,
             fine: false,
@@ -118,7 +115,7 @@ impl Config {
                 async_grant: false,
                 unfenced: false,
                 key_share: false,
-                freshen_blindly: false,
+                no_fence: false,
                 absent_overwrites: false,
                 absent_burns: false,
                 absent_unqueued: false,

@@ -2,7 +2,9 @@
 //! as it may, and a channel that loses, delays and doubles whatever the guard sends. Every order of
 //! all of them, for the rule of `docs/adr/0032`, and with each of its conditions taken out.
 
-use std::collections::HashMap;
+#![allow(clippy::trivially_copy_pass_by_ref, clippy::print_stdout)]
+
+use std::collections::HashSet;
 use std::fmt::Write as _;
 use std::hash::Hash;
 
@@ -323,7 +325,7 @@ fn explore<S: Clone + Eq + Hash>(
     steps: impl Fn(&S, &mut Vec<(String, S)>),
     wrong: impl Fn(&S) -> Option<&'static str>,
 ) -> Result<usize, (&'static str, String)> {
-    let mut seen = HashMap::from([(first.clone(), ())]);
+    let mut seen = HashSet::from([first.clone()]);
     let mut list = vec![(first, usize::MAX, String::new())];
     let (mut at, mut found) = (0, Vec::new());
     while at < list.len() {
@@ -342,7 +344,7 @@ fn explore<S: Clone + Eq + Hash>(
         }
         steps(&state, &mut found);
         for (label, next) in found.drain(..) {
-            if seen.insert(next.clone(), ()).is_none() {
+            if seen.insert(next.clone()) {
                 list.push((next, at, label));
             }
         }

@@ -102,9 +102,9 @@ fn a_key_share_lock_does_not_keep_the_next_holder_out() {
 /// the key in between, and then the first message is granted: same id, newer fence.
 #[test]
 fn a_late_first_message_gives_the_extend_before_the_hand_out_another_lease() {
-    let mutation = Mutation { freshen_blindly: true, ..NONE };
+    let mutation = Mutation { no_fence: true, ..NONE };
     let config = Config { losses: 1, two_messages: false, ..two(mutation) };
-    is_caught("handed out after an extend, whatever its fence", &config, "1: a client holds a lease");
+    is_caught("extended whatever its fence", &config, "1: a client holds a lease");
 }
 
 #[test]

@@ -44,13 +44,6 @@ fn lost_answers_leave_at_worst_the_lease_of_a_late_message() {
 }
 
 #[test]
-fn an_old_process_that_is_ended_leaves_nothing() {
-    let config = Config { losses: 1, old_process_ended: true, no_orphans: true, ..Config::new(2, 1) };
-    let report = holds("a lost answer, old process ended", &config);
-    assert_eq!(report.orphaned, 0);
-}
-
-#[test]
 fn fenced_work_in_both_forms() {
     holds("fenced work, both forms", &Config { writes: 1, ..Config::new(2, 1) });
 }

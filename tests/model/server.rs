@@ -352,6 +352,12 @@ impl Step<'_> {
             self.not_held();
             return Some("finds that its row is gone");
         }
+        let extends = matches!(tx.kind, Some(Kind::Extend | Kind::Renew));
+        if extends && row.fence != tx.fence && !self.config.mutation.no_fence {
+            // Granted again under the same id, by a late message.
+            self.end(Outcome::Stale);
+            return Some("locks its row: another fence");
+        }
         if !live(row.expires, self.now()) {
             if tx.two_messages {
                 tx.row_lock = true;

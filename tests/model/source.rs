@@ -2,7 +2,7 @@
 //! looked at again.
 
 /// What the model takes for granted, and the text that it rests on.
-const STATEMENTS: [(&str, &str); 23] = [
+const STATEMENTS: [(&str, &str); 26] = [
     ("contenders queue", "pg_catalog.pg_advisory_xact_lock("),
     ("a live row is looked at, and left alone", "WHERE l.key {EQ} $1 AND l.lock_id {NE} $3 AND {alive})"),
     ("a free row is locked by its key", "NOT EXISTS (SELECT 1 FROM look) FOR UPDATE OF l)"),
@@ -17,7 +17,7 @@ const STATEMENTS: [(&str, &str); 23] = [
     ("release and extend lock the row by its id", "WHERE l.lock_id {EQ} $1 FOR UPDATE"),
     (
         "a renewal skips a busy row",
-        "LEFT JOIN LATERAL (\\\n             SELECT l.key, l.expires_at_ms FROM {locks} AS l \\\n             \
+        "LEFT JOIN LATERAL (\\\n             SELECT l.key, l.expires_at_ms, l.fence, {VERSION} AS version FROM {locks} AS l \\\n             \
          WHERE l.lock_id {EQ} want.lock_id FOR UPDATE OF l SKIP LOCKED) AS c ON true)",
     ),
     (
@@ -26,7 +26,7 @@ const STATEMENTS: [(&str, &str); 23] = [
     ),
     (
         "a renewed row is still the lease's",
-        "WHERE l.key {EQ} cur.key AND l.lock_id {EQ} cur.lock_id AND {alive}",
+        "WHERE l.key {EQ} cur.key AND l.lock_id {EQ} cur.lock_id AND cur.mine AND {alive}",
     ),
     ("a key without a row queues if it can", "pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext($1)"),
     ("it looks for any row", "SELECT l.expires_at_ms, l.lock_id FROM {locks} AS l WHERE l.key {EQ} $1)"),
@@ -50,13 +50,19 @@ const STATEMENTS: [(&str, &str); 23] = [
         "the grant is durable",
         "(CASE WHEN u.fence IS NULL THEN 0 ELSE 1 END))::pg_catalog.int8, {DURABLE} FROM f",
     ),
+    (
+        "only who names the version may shorten",
+        "CASE WHEN {version} {EQ} {replaced} THEN {asked} ELSE GREATEST({end}, {asked}) END",
+    ),
+    ("an extend of a guard's names the fence", "($3 {EQ} '' OR l.fence {EQ} $3) AND {alive}"),
+    ("the version is the transaction that wrote the row", "\"l.xmin::pg_catalog.text\""),
     ("fenced work shares the counter", "FOR SHARE OF c)"),
 ];
 
 #[test]
 fn the_statements_are_still_those_that_were_modelled() {
-    let sql =
-        std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/src/postgres/sql.rs")).expect("sql.rs");
+    let read = |file| std::fs::read_to_string(format!("{}/src/postgres/{file}", env!("CARGO_MANIFEST_DIR")));
+    let sql = read("sql.rs").expect("sql.rs") + &read("held.rs").expect("held.rs");
     for (meaning, text) in STATEMENTS {
         assert!(sql.contains(text), "look at the model again: {meaning} ({text})");
     }

@@ -298,12 +298,6 @@ impl State {
     pub(crate) fn others(&self, tx: usize) -> impl Iterator<Item = &Tx> {
         self.txs.iter().enumerate().filter(move |(at, _)| *at != tx).map(|(_, tx)| tx)
     }
-
-    /// Whether a message of a given-up call with this id is still under way.
-    pub(crate) fn has_late_message(&self, id: u8) -> bool {
-        self.txs.iter().any(|tx| !tx.is_free() && tx.ear == Ear::Nobody && tx.id == id)
-    }
-
     /// Real time goes on by one tick, for the server's clock and everybody else's.
     pub(crate) fn tick(&self) -> Option<Self> {
         if self.txs.iter().any(|tx| tx.clock_age > STATEMENT_LIMIT) {

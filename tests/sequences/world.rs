@@ -287,7 +287,13 @@ impl<'a> World<'a> {
             .collect();
         let leases: Vec<_> = ids
             .iter()
-            .map(|(key, lock_id)| Renewal { key: &self.names.keys[*key], lock_id, ttl: length(ttl) })
+            .map(|(key, lock_id)| {
+                // The fence of whatever has the id now; of what has none, any.
+                let found = self.model.lookup(Lookup::LockId(lock_id), &CancelToken::never());
+                let fence =
+                    found.ok().flatten().map_or(syncguard::Fence::new(1).unwrap(), |found| found.fence);
+                Renewal { key: &self.names.keys[*key], lock_id, fence, version: None, ttl: length(ttl) }
+            })
             .collect();
         let expected = self.model.renew(&leases, Moment::NEVER);
         let found = self.client.renew(&leases, Moment::NEVER);
@@ -406,7 +412,7 @@ fn extended(answer: Result<ExtendOutcome, LockError>) -> Answer<Outcome<Reason>>
 /// `Refused(None)` stands for a row that was busy.
 fn renewed(answer: Result<RenewOutcome, LockError>) -> Answer<Outcome<LostReason>> {
     match answer {
-        Ok(RenewOutcome::Renewed { expires_at_ms }) => (Ok(Outcome::Done), Some(expires_at_ms)),
+        Ok(RenewOutcome::Renewed { expires_at_ms, .. }) => (Ok(Outcome::Done), Some(expires_at_ms)),
         Ok(RenewOutcome::Lost(reason)) => (Ok(Outcome::Refused(Some(reason))), None),
         Ok(RenewOutcome::Busy) => (Ok(Outcome::Refused(None)), None),
         Err(error) => (Err(code(&error)), None),

@@ -78,7 +78,13 @@ fn a_grant_and_an_extension_are_durable_and_a_release_need_not_be() {
                 "extend, {level}, {two}"
             );
             let deadline = syncguard::Clock::system().now().after(LIMIT);
-            let renewal = syncguard::Renewal { key: &key, lock_id: &grant.lock_id, ttl: TTL };
+            let renewal = syncguard::Renewal {
+                key: &key,
+                lock_id: &grant.lock_id,
+                fence: syncguard::Fence::new(1).unwrap(),
+                version: None,
+                ttl: TTL,
+            };
             client.renew(&[renewal], deadline).remove(0).unwrap();
             assert_eq!(
                 commits(&place),

@@ -95,6 +95,8 @@ struct State {
     rewritten: u64,
     network: Network,
     gate_open: bool,
+    /// So many new connections are still to be refused, once a query was held back.
+    refusals: u32,
     closing: bool,
     next: u64,
     open: HashMap<u64, (TcpStream, TcpStream)>,
@@ -129,6 +131,7 @@ impl Proxy {
             rewritten: 0,
             network: Network::Open,
             gate_open: false,
+            refusals: 0,
             closing: false,
             next: 0,
             open: HashMap::new(),
@@ -189,6 +192,16 @@ impl Proxy {
     pub fn network(&self, network: Network) {
         self.inner.state().network = network;
         self.inner.changed.notify_all();
+    }
+
+    /// Refuses so many connections that are made after the next action was carried out.
+    pub fn refuse_after_it(&self, connections: u32) {
+        self.inner.state().refusals = connections;
+    }
+
+    /// Whether it has come to that.
+    pub fn has_refused(&self) -> bool {
+        self.inner.state().refusals == 0
     }
 
     /// Lets the zombies walk.
@@ -296,9 +309,13 @@ fn accept(listener: &TcpListener, inner: &Arc<Inner>) {
             return;
         }
         let Ok(client) = client else { continue };
-        if inner.state().network == Network::Refusing {
+        let mut state = inner.state();
+        let refuses = state.refusals > 0 && !state.counts.is_empty();
+        state.refusals -= u32::from(refuses);
+        if refuses || state.network == Network::Refusing {
             continue;
         }
+        drop(state);
         let there = Arc::clone(inner);
         thread::spawn(move || {
             there.wait_for_network();

@@ -139,7 +139,7 @@ impl Script {
                 if self.go {
                     let (key, id) = (format!("'{}'", self.key), format!("'{}'", self.lock_id));
                     let rows = match self.kind {
-                        Kind::Extend => on.execute("update", &[&key, &id, "30000"]),
+                        Kind::Extend => on.execute("update", &[&key, &id, "30000", "''"]),
                         _ => on.execute("delete", &[&key, &id]),
                     };
                     self.won = rows.len() == 1;

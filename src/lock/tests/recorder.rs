@@ -7,7 +7,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use crate::backend::{
-    AcquireResult, Attempt, Capabilities, ExtendOutcome, LockBackend, LockInfo, LockInfoDebug, Lookup,
+    AcquireResult, Attempt, Capabilities, ExtendOutcome, Grant, LockBackend, LockInfo, LockInfoDebug, Lookup,
     OnHeard, ReleaseOutcome, RenewOutcome, Renewal, Watch,
 };
 use crate::cancel::CancelToken;
@@ -241,13 +241,15 @@ impl LockBackend for Recorder {
     }
 
     fn attempt(&self, attempt: &Attempt<'_>, cancel: &CancelToken) -> Result<AcquireResult> {
+        self.grant(attempt, cancel).map(AcquireResult::from)
+    }
+
+    fn grant(&self, attempt: &Attempt<'_>, cancel: &CancelToken) -> Result<Option<Grant>> {
         cancel.check()?;
         let script = self.note("attempt", attempt.deadline);
         self.attempt_gate.pass();
         let attempt = Attempt { deadline: Moment::NEVER, ..*attempt };
-        self.play(Call::Acquire, script, AcquireResult::Locked, |memory| {
-            memory.attempt(&attempt, &CancelToken::never())
-        })
+        self.play(Call::Acquire, script, None, |memory| memory.grant(&attempt, &CancelToken::never()))
     }
 
     fn peek(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<bool> {
@@ -302,6 +304,11 @@ impl LockBackend for Recorder {
         self.play(Call::Extend, script, ExtendOutcome::NotHeld(None), |memory| {
             memory.extend_by(id, ttl, Moment::NEVER, &CancelToken::never())
         })
+    }
+
+    fn prolong(&self, lease: &Renewal<'_>, deadline: Moment) -> Result<RenewOutcome> {
+        let script = self.note("extend", deadline);
+        self.play(Call::Extend, script, RenewOutcome::Busy, |memory| memory.prolong(lease, Moment::NEVER))
     }
 
     fn renew(&self, leases: &[Renewal<'_>], deadline: Moment) -> Vec<Result<RenewOutcome>> {
