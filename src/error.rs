@@ -251,7 +251,7 @@ impl fmt::Debug for LockError {
         if let Some(sqlstate) = &self.0.sqlstate {
             out.field("sqlstate", sqlstate);
         }
-        let causes: Vec<String> = Causes(self.source()).map(ToString::to_string).collect();
+        let causes: Vec<String> = Causes(self.source()).map(without_detail).collect();
         if !causes.is_empty() {
             out.field("causes", &causes);
         }
@@ -270,8 +270,15 @@ struct Chain<'a>(&'a LockError);
 impl fmt::Display for Chain<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: {}", self.0.code(), self.0)?;
-        Causes(self.0.source()).try_for_each(|cause| write!(f, ": {cause}"))
+        Causes(self.0.source()).try_for_each(|cause| write!(f, ": {}", without_detail(cause)))
     }
+}
+
+/// A cause's text without the detail of a server's answer, which repeats the values of a row, keys
+/// among them.
+fn without_detail(cause: &(dyn Error + 'static)) -> String {
+    let text = cause.to_string();
+    text.split("\nDETAIL: ").next().unwrap_or_default().to_owned()
 }
 
 /// A cause, its cause, and so on.
@@ -328,6 +335,15 @@ mod tests {
         let text = format!("{error:?}");
         for part in ["AcquisitionTimeout", "too late", "AuthFailed", "wrong password"] {
             assert!(text.contains(part), "{text}");
+        }
+    }
+
+    #[test]
+    fn no_text_shows_the_detail_of_a_servers_answer() {
+        let cause = "ERROR: it is there\nDETAIL: Key (key)=(MARKER) already exists.";
+        let error = LockError::new(ErrorCode::Internal).with_source(cause);
+        for text in [format!("{error:?}"), error.chain().to_string()] {
+            assert!(text.contains("it is there") && !text.contains("MARKER"), "{text}");
         }
     }
 

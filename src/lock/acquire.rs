@@ -286,7 +286,7 @@ impl Waiter<'_> {
 
     /// Who has the key, as far as it is known, as the end of a sentence.
     fn who_holds(&self, now: Moment) -> String {
-        if let Some((fence, taken_by)) = self.engine.crew.held_here(self.key) {
+        if let Some((fence, taken_by)) = self.engine.crew.held_here(self.key, now) {
             let me = std::thread::current();
             return if taken_by.id() == me.id() {
                 format!(

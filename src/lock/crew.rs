@@ -212,9 +212,11 @@ impl Crew {
     }
 
     /// The fence under which this client holds a key itself, and the thread that took it.
-    pub(super) fn held_here(&self, key: &str) -> Option<(Fence, Thread)> {
-        let watch = guard(&self.watch);
-        let held = watch.guards.values().find(|held| *held.key == *key)?;
+    pub(super) fn held_here(&self, key: &str, now: Moment) -> Option<(Fence, Thread)> {
+        // Copied, since a lease is locked before the watch. A lost guard that is still there holds nothing.
+        let found: Vec<_> =
+            guard(&self.watch).guards.values().filter(|held| *held.key == *key).cloned().collect();
+        let held = found.iter().find(|held| guard(&held.lease).is_held(now))?;
         Some((held.fence, held.taken_by.clone()))
     }
 

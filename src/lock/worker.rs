@@ -203,22 +203,23 @@ fn renew_batch(engine: &Engine, due: Vec<Arc<Held>>) {
         let deadline = now.after(rest.max(SHORTEST_CALL.min(engine.backend.operation_timeout())));
         let answers = catch_unwind(AssertUnwindSafe(|| engine.backend.renew(&renewals, deadline)));
         let answers = answers.unwrap_or_default();
-        note_failures(engine, &answers);
-        let mut answers = answers.into_iter();
+        let mut answers_in_turn = answers.iter();
         let now = engine.clock.now();
         for (held, id, ..) in flights {
             // A missing answer says as little as an error does.
-            let outcome = match answers.next() {
+            let outcome = match answers_in_turn.next() {
                 Some(Ok(RenewOutcome::Renewed { expires_at_ms, version })) => {
-                    Outcome::Confirmed { expires_at_ms, version }
+                    Outcome::Confirmed { expires_at_ms: *expires_at_ms, version: *version }
                 }
-                Some(Ok(RenewOutcome::Lost(reason))) => Outcome::Gone(reason),
+                Some(Ok(RenewOutcome::Lost(reason))) => Outcome::Gone(*reason),
                 Some(Ok(RenewOutcome::Busy)) => Outcome::Busy,
-                Some(Err(error)) if is_refusal(&error) => Outcome::Refused,
+                Some(Err(error)) if is_refusal(error) => Outcome::Refused,
                 Some(Err(_)) | None => Outcome::Unknown,
             };
             finish(engine, held, id, now, outcome);
         }
+        // Only now: a logger may block, and what was answered in time must not be booked late.
+        note_failures(engine, &answers);
     }
     for held in due {
         if let Some(last) = Arc::into_inner(held) {

@@ -396,3 +396,18 @@ fn guards_and_clients_may_go_anywhere() {
     check::<LockClient>();
     check::<LockOptions>();
 }
+
+#[test]
+fn a_lost_guard_that_is_still_there_is_not_named_as_the_holder() {
+    let backend = Recorder::manual();
+    let client = client(&backend);
+    let lost = client.lock_with("k", &LockOptions::new().heartbeat(Heartbeat::Off)).unwrap();
+    let wait = LockOptions::new().retry_delay(Duration::ZERO).max_retries(1);
+    let error = client.lock_with("k", &wait).unwrap_err().to_string();
+    assert!(error.contains("this very thread"), "{error}");
+    let held = guard(&client.engine().crew.watch).guards.values().next().unwrap().clone();
+    guard(&held.lease).lose(LostReason::RowMissing);
+    assert!(!lost.is_held());
+    let error = client.lock_with("k", &wait).unwrap_err().to_string();
+    assert!(!error.contains("this very thread"), "{error}");
+}
