@@ -306,7 +306,10 @@ impl Crew {
                 drop(desk);
                 return;
             }
-            if let Call::Lost(held, reason) = &call {
+            // Whoever closes a client knows that its guards end.
+            if let Call::Lost(held, reason) = &call
+                && *reason != LostReason::Closed
+            {
                 desk.lost_lines.push_back(LostLine {
                     key: Arc::clone(&held.key),
                     fence: held.fence,
