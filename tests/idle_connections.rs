@@ -100,11 +100,13 @@ fn a_connection_in_doubt_that_a_callers_pool_drops_makes_room_for_who_waits() {
     let client = PgLockClient::builder().operation_timeout(LONG).build(pool.clone()).unwrap();
     let mut observer = schema.client();
     let mut blocker = schema.client();
-    blocker.batch_execute("BEGIN; SELECT pg_advisory_xact_lock(hashtext('k'))").unwrap();
+    // The number of a key is the whole database's: no other test's.
+    let key = format!("{app}:blocked");
+    blocker.batch_execute(&format!("BEGIN; SELECT pg_advisory_xact_lock(hashtext('{key}'))")).unwrap();
     let token = CancelToken::new();
     let start = Instant::now();
     thread::scope(|scope| {
-        let acquiring = scope.spawn(|| client.cancellable(&token).acquire("k", TTL));
+        let acquiring = scope.spawn(|| client.cancellable(&token).acquire(&key, TTL));
         wait_until_app_waits(&mut observer, &app);
         // One with a token and one without: all waits are alike.
         let waiting = [CancelToken::new(), CancelToken::never()].map(|never| {
