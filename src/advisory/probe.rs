@@ -1,13 +1,11 @@
 //! The self-test at a client's first session lock: does this server keep sessions apart at all?
 //!
-//! One session takes a lock on a random number; a second one tries the same. On PostgreSQL it is
-//! refused, by another server process. Behind a transaction pooler both statements may run in one
-//! server process; a server whose functions are stubs grants both. Only a caller's pool may have no
+//! Behind a transaction pooler a session's statements run now in one server process, now in another,
+//! so two sessions are asked first who answers, several times: see [`ROUNDS`]. Then one takes a lock on
+//! a random number; the second one tries the same. On PostgreSQL it is refused, by another server
+//! process; a server whose functions are stubs grants both. Only a caller's pool may have no
 //! second session (a pool of one): then `pg_locks` must show the lock of the first. Where a connection
 //! of our own cannot be opened the test fails, for it would find no pooler.
-//!
-//! A pooler with several server connections may lend each session the same one twice, so both are
-//! asked several times more who answers: see [`ROUNDS`].
 
 use std::time::Instant;
 
@@ -25,8 +23,6 @@ struct Findings {
     first: (i32, Option<bool>),
     /// The second's; `None` without one.
     second: Option<(i32, Option<bool>)>,
-    /// Whether the same server processes answered every later question.
-    steady: bool,
     /// Without a second: whether the server shows the first's lock.
     shown: bool,
     /// The first's server process at the unlock, and the unlock's answer.
@@ -40,18 +36,22 @@ pub(super) fn prove(
     session: &mut Session<'_>,
     end: Instant,
 ) -> Result<(), Trouble> {
-    let key = random_key()?;
-    let grant = sql::try_lock(session, statements, &key, false, None).map_err(explain)?;
-    let first = (grant.pid, grant.granted);
-    if grant.granted.is_none() {
-        return Err(session.read_only(standby()));
-    }
     let never = CancelToken::never();
     let other = backend.source().second(end).map_err(|error| {
         let need = "the self-test at a client's first session lock needs a second connection for a moment: try again";
         LockError::new(error.code()).with_message(need).with_source(error)
     })?;
     let mut other = other.map(|connection| Session::new(connection, end, &never));
+    // Before anything is locked: what is locked in a server process of a pooler's, nobody unlocks.
+    if !keep_to_their_processes(session, other.as_mut())? {
+        return Err(pooler().into());
+    }
+    let key = random_key()?;
+    let grant = sql::try_lock(session, statements, &key, false, None).map_err(explain)?;
+    let first = (grant.pid, grant.granted);
+    if grant.granted.is_none() {
+        return Err(session.read_only(standby()));
+    }
     let second = match other.as_mut() {
         Some(other) => {
             let grant = sql::try_lock(other, statements, &key, false, None).map_err(explain)?;
@@ -59,20 +59,9 @@ pub(super) fn prove(
         }
         None => None,
     };
-    let mut steady = true;
-    for asked in ROUNDS {
-        steady &= match (asked, other.as_mut(), second) {
-            (Asked::First, ..) => sql::process(session).map_err(explain)? == grant.pid,
-            (Asked::Second, Some(other), Some((pid, _))) => sql::process(other).is_ok_and(|now| now == pid),
-            (Asked::Second, ..) => true,
-        };
-        if !steady {
-            break;
-        }
-    }
     let shown = second.is_none() && sql::is_held_here(session, &key).map_err(explain)?;
     let unlock = sql::unlock(session, statements, &key, false).map_err(explain)?;
-    let passed = verdict(&Findings { first, second, steady, shown, unlock });
+    let passed = verdict(&Findings { first, second, shown, unlock });
     if passed.is_ok() {
         // Whatever the try to come answers: the session is as it was.
         sql::stop_timer(session)?;
@@ -92,13 +81,40 @@ pub(super) fn standby() -> LockError {
     )
 }
 
+fn pooler() -> LockError {
+    LockError::invalid(
+        "a pooler in transaction or statement mode stands before the server, so a session lock would belong to nobody: connect directly, or to a pool in session mode",
+    )
+}
+
+/// Whether each session has a server process of its own, as far as can be told by asking. See [`ROUNDS`].
+fn keep_to_their_processes(
+    session: &mut Session<'_>,
+    mut other: Option<&mut Session<'_>>,
+) -> Result<bool, Trouble> {
+    let first = sql::process(session).map_err(explain)?;
+    let second = other.as_mut().map(|other| sql::process(other)).transpose().map_err(explain)?;
+    if second == Some(first) {
+        return Ok(false);
+    }
+    for asked in ROUNDS {
+        let steady = match (asked, other.as_mut()) {
+            (Asked::First, _) => sql::process(session).map_err(explain)? == first,
+            (Asked::Second, Some(other)) => Some(sql::process(other).map_err(explain)?) == second,
+            (Asked::Second, None) => true,
+        };
+        if !steady {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
 fn verdict(found: &Findings) -> Result<()> {
     let (pid, granted) = found.first;
     let same_process = found.second.is_some_and(|(other, _)| other == pid);
-    if same_process || !found.steady || found.unlock.0 != pid {
-        return Err(LockError::invalid(
-            "a pooler in transaction or statement mode stands before the server, so a session lock would belong to nobody: connect directly, or to a pool in session mode",
-        ));
+    if same_process || found.unlock.0 != pid {
+        return Err(pooler());
     }
     let excluded = match found.second {
         Some((_, granted)) => granted == Some(false),
@@ -135,13 +151,8 @@ fn random_key() -> Result<AdvisoryKey> {
 mod tests {
     use super::*;
 
-    const GOOD: Findings = Findings {
-        first: (1, Some(true)),
-        second: Some((2, Some(false))),
-        steady: true,
-        shown: false,
-        unlock: (1, true),
-    };
+    const GOOD: Findings =
+        Findings { first: (1, Some(true)), second: Some((2, Some(false))), shown: false, unlock: (1, true) };
 
     #[test]
     fn a_server_that_keeps_sessions_apart_passes() {
@@ -155,8 +166,6 @@ mod tests {
             Findings { second: Some((1, Some(true))), ..GOOD },
             Findings { second: Some((1, Some(false))), ..GOOD },
             Findings { unlock: (3, false), ..GOOD },
-            Findings { steady: false, ..GOOD },
-            Findings { steady: false, second: None, shown: true, ..GOOD },
         ] {
             let error = verdict(&found).unwrap_err();
             assert!(error.code() == ErrorCode::InvalidArgument && error.to_string().contains("pooler"));

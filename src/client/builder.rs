@@ -240,6 +240,11 @@ impl PgLockClientBuilder {
     /// `InvalidArgument`. The client cannot time out a driver's call on a connection that is not its
     /// own: the server's limits hold, and the pool's `connection_timeout`.
     ///
+    /// What the sessions carry (role, encoding, time zone, limits and so on) changes no answer. Only
+    /// notices do not reach the client, for they belong to whoever opened the connection: with
+    /// [synchronous replication](https://www.postgresql.org/docs/current/warm-standby.html#SYNCHRONOUS-REPLICATION-HA)
+    /// a commit whose wait for its standby somebody cancelled is reported as success.
+    ///
     /// Set the pool's `test_on_check_out(false)`: the test costs a round trip each time, and stale
     /// connections are replaced anyway.
     ///

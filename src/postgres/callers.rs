@@ -162,7 +162,8 @@ impl<M: ManageConnection<Connection = Client>> Drop for Ending<M> {
         let Some(mut connection) = self.0.take() else { return };
         // r2d2 takes only a closed connection out of its pool, so have the server close this one. Its
         // answer may come before its end does; then the next message meets the end.
-        let end = "ROLLBACK; SELECT pg_catalog.pg_terminate_backend(pg_catalog.pg_backend_pid())";
+        // As the role that logged in: the current one may not have the right.
+        let end = "ROLLBACK; SET SESSION AUTHORIZATION DEFAULT; SET ROLE NONE; SELECT pg_catalog.pg_terminate_backend(pg_catalog.pg_backend_pid())";
         // Twice, because a cancel request that was for the last call may still arrive and meet the first.
         for message in [end, "", end, ""] {
             if connection.is_closed() {

@@ -226,6 +226,29 @@ fn encryption_of<T: 'static>(config: &Config) -> Result<Encryption> {
     }
 }
 
+impl<T> Place<T>
+where
+    T: MakeTlsConnect<Socket> + Clone + Send + Sync + 'static,
+    T::TlsConnect: Send + 'static,
+    T::Stream: Send + 'static,
+    <T::TlsConnect as TlsConnect<Socket>>::Future: Send,
+{
+    fn connect(&self, link: &Link, limit: Duration, bare: bool) -> Result<Client, postgres::Error> {
+        let mut config = self.config.clone();
+        if !bare {
+            config.options(&self.options);
+        }
+        let limit = config.get_connect_timeout().map_or(limit, |theirs| limit.min(*theirs));
+        config.connect_timeout(limit);
+        let heard = link.clone();
+        config.notice_callback(move |notice| on_notice(&heard, &notice));
+        match self.encryption {
+            None => config.connect(NoTls),
+            Some(encryption) => config.connect(GuardedTls::new(self.tls.clone(), encryption, link.clone())),
+        }
+    }
+}
+
 impl<T> Open for Place<T>
 where
     T: MakeTlsConnect<Socket> + Clone + Send + Sync + 'static,
@@ -234,23 +257,12 @@ where
     <T::TlsConnect as TlsConnect<Socket>>::Future: Send,
 {
     fn open(&self, link: &Link, limit: Duration) -> Result<Client, postgres::Error> {
-        let mut config = self.config.clone();
         let bare = self.bare.load(Ordering::Relaxed);
-        if !bare {
-            config.options(&self.options);
-        }
-        let limit = config.get_connect_timeout().map_or(limit, |theirs| limit.min(*theirs));
-        config.connect_timeout(limit);
-        let heard = link.clone();
-        config.notice_callback(move |notice| on_notice(&heard, &notice));
-        let connected = match self.encryption {
-            None => config.connect(NoTls),
-            Some(encryption) => config.connect(GuardedTls::new(self.tls.clone(), encryption, link.clone())),
-        };
-        match connected {
-            Err(error) if !bare && refuses_options(&error) => {
+        match self.connect(link, limit, bare) {
+            Err(error) if !bare && may_refuse_options(&error) => {
+                let connected = self.connect(link, limit, true)?;
                 self.bare.store(true, Ordering::Relaxed);
-                self.open(link, limit)
+                Ok(connected)
             }
             connected => connected,
         }
@@ -268,9 +280,13 @@ where
     }
 }
 
-/// Whether a pooler refuses settings in the startup message (08P01; PostgreSQL itself takes them).
-fn refuses_options(error: &postgres::Error) -> bool {
-    error.code().is_some_and(|state| state.code() == "08P01")
+/// Whether it may be the settings in the startup message that were refused. PostgreSQL takes them;
+/// poolers and proxies refuse them with any SQLSTATE (08P01 and 0A000 have been seen). What is for
+/// certain something else, or would count twice (a wrong password), is not tried again.
+fn may_refuse_options(error: &postgres::Error) -> bool {
+    let Some(state) = error.code() else { return false };
+    let class = state.code().get(..2).unwrap_or_default();
+    !matches!(class, "53" | "57") && !matches!(state.code(), "28P01" | "3D000")
 }
 
 /// Hears what the server says beside its answers. The one notice that matters: a commit is durable

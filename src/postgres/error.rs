@@ -100,8 +100,10 @@ pub(crate) fn call_error(error: postgres::Error, commits: bool) -> Trouble {
     let ended = matches!(db.parsed_severity(), Some(Severity::Fatal | Severity::Panic));
     let sqlstate = sqlstate_of(db);
     let unsure = ended || sqlstate == "40003";
+    // 25P03 ends a session whose transaction lay idle: the message that meets it was not carried out.
+    let in_doubt = commits && sqlstate != "25P03";
     let error = server_error(&sqlstate, error);
-    if unsure { Trouble::Broken { error, in_doubt: commits, stale: ended } } else { Trouble::Refused(error) }
+    if unsure { Trouble::Broken { error, in_doubt, stale: ended } } else { Trouble::Refused(error) }
 }
 
 /// The SQLSTATE, with one correction: a standby refuses `READ WRITE` as "feature not supported".

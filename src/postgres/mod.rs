@@ -174,7 +174,7 @@ impl PostgresBackend {
             return Err(temporary_tables());
         }
         let ddl = self.names.ddl(schema);
-        self.run_bare(end, &never, |session| session.transaction(&Message::new().raw(&ddl)).map(drop))
+        self.run_bare(end, &never, |session| session.transaction(&ddl).map(drop))
             .map_err(Fault::into_error)
             .map_err(set_up_error)?;
         let survey = self.survey(end, &never)?;
@@ -275,7 +275,7 @@ impl PostgresBackend {
 
 fn read_survey(session: &mut Session<'_>, names: &Names) -> Result<Survey, Trouble> {
     // Under the caller's search_path: it decides where unqualified tables are.
-    let answers = session.ask(&Message::new().raw(names.survey()?))?;
+    let answers = session.ask(&Message::new().raw(session.limits()).raw(names.survey()?))?;
     let row = required(answers.row(0)?)?;
     let owned = |column| -> Result<Option<String>> { Ok(text(row, column)?.map(str::to_owned)) };
     let flag = |column| -> Result<bool> { Ok(text(row, column)? == Some("t")) };

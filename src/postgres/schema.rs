@@ -11,7 +11,7 @@ use crate::error::{LockError, Result};
 use crate::postgres::collation;
 use crate::postgres::listen::MAY_CALL;
 use crate::postgres::sql::{EQ, PLAIN_NAMES};
-use crate::postgres::statement::push_quoted;
+use crate::postgres::statement::{push_quoted, quoted_name};
 
 /// The DDL, for the default names.
 const SCHEMA_SQL: &str = include_str!("../../schema.sql");
@@ -82,18 +82,12 @@ impl Names {
         ))
     }
 
-    /// The transaction that creates what is missing, in this schema.
+    /// What creates what is missing, in this schema: the inside of a transaction.
     pub(crate) fn ddl(&self, schema: &str) -> String {
-        let mut ddl = format!(
-            "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SET LOCAL client_min_messages TO warning; \
-             SET LOCAL lock_timeout TO '30s'; SET LOCAL statement_timeout TO '60s'; SET LOCAL synchronous_commit TO on; \
-             {PLAIN_NAMES}; ",
-        );
-        ddl.push_str("SELECT ");
+        let mut ddl = format!("SET LOCAL synchronous_commit TO on; {PLAIN_NAMES}; SELECT ");
         ddl.push_str(SET_UP_LOCK);
         ddl.push(';');
         ddl.push_str(&self.rename(schema));
-        ddl.push_str("; COMMIT");
         ddl
     }
 
@@ -107,9 +101,9 @@ impl Names {
                 text if i % 2 == 0 => text.to_owned(),
                 DEFAULT_LOCKS => qualified(schema, &self.locks),
                 DEFAULT_FENCES => qualified(schema, &self.fences),
-                "idx_syncguard_locks_lock_id" => quoted(&index_name(&self.locks, "lock_id")),
-                "idx_syncguard_locks_expires" => quoted(&index_name(&self.locks, "expires")),
-                column => quoted(column),
+                "idx_syncguard_locks_lock_id" => quoted_name(&index_name(&self.locks, "lock_id")),
+                "idx_syncguard_locks_expires" => quoted_name(&index_name(&self.locks, "expires")),
+                column => quoted_name(column),
             });
         pieces.collect()
     }
@@ -118,7 +112,7 @@ impl Names {
     fn literal(&self, table: &str) -> Result<String> {
         let name = match &self.schema {
             Some(schema) => qualified(schema, table),
-            None => quoted(table),
+            None => quoted_name(table),
         };
         let mut literal = String::new();
         push_quoted(&name, &mut literal)?;
@@ -206,14 +200,8 @@ impl Tables {
     }
 }
 
-/// A name as an identifier. Our own names are plain; that of a schema which the search path led to
-/// was chosen by somebody else, and may hold anything.
-fn quoted(name: &str) -> String {
-    format!("\"{}\"", name.replace('"', "\"\""))
-}
-
 fn qualified(schema: &str, name: &str) -> String {
-    format!("{}.{}", quoted(schema), quoted(name))
+    format!("{}.{}", quoted_name(schema), quoted_name(name))
 }
 
 /// An index name that fits: cut, with a digest of the table's name, where the plain one is too long.
@@ -285,7 +273,7 @@ mod tests {
     fn the_ddl_keeps_names_apart_that_are_each_others_defaults() {
         let names = Names::new(None, Some(DEFAULT_FENCES), Some(DEFAULT_LOCKS)).unwrap();
         let ddl = names.ddl(DEFAULT_FENCES);
-        let schema = quoted(DEFAULT_FENCES);
+        let schema = quoted_name(DEFAULT_FENCES);
         assert!(ddl.contains(&format!("EXISTS {schema}.\"{DEFAULT_FENCES}\" (\n    \"key\" TEXT")), "{ddl}");
         assert!(
             ddl.contains(&format!("EXISTS {schema}.\"{DEFAULT_LOCKS}\" (\n    \"fence_key\" TEXT")),

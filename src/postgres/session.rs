@@ -22,7 +22,9 @@ use crate::postgres::link::Link;
 use crate::postgres::row::{Answers, int};
 use crate::postgres::source::Connection;
 use crate::postgres::sql::PLAIN_NAMES;
-use crate::postgres::statement::{Arg, Handle, LOCKS_FIRST, Memo, Message, SessionTimer, Statement};
+use crate::postgres::statement::{
+    ALONE, Arg, Handle, IDLE_MS, Memo, Message, SessionTimer, Statement, stated,
+};
 
 /// How much later than the server's limits the client gives up.
 pub(crate) const GRACE: Duration = Duration::from_millis(100);
@@ -32,10 +34,6 @@ const LATE_MS: u64 = 300;
 
 /// How often a statement is called on one connection before the driver prepares it.
 const OFTEN: u32 = 16;
-
-/// Fails, with an error that hardly anything else has, unless the transaction began with this message.
-const ALONE: &str = "SELECT LIMIT CASE WHEN pg_catalog.transaction_timestamp() \
-    OPERATOR(pg_catalog.=) pg_catalog.statement_timestamp() THEN 1 ELSE -1 END";
 
 /// How long a ROLLBACK may take before the connection is closed instead.
 const ROLLBACK_LIMIT: Duration = Duration::from_secs(1);
@@ -131,13 +129,16 @@ impl<'a> Session<'a> {
         Ok(answers)
     }
 
-    /// Sends a whole transaction of its own, `BEGIN` to `COMMIT`, as one message.
-    pub(crate) fn transaction(&mut self, message: &Message<'_>) -> Result<Answers, Trouble> {
+    /// Sends these statements as a whole transaction of its own, `BEGIN` to `COMMIT`, in one message.
+    pub(crate) fn transaction(&mut self, statements: &str) -> Result<Answers, Trouble> {
         if !self.is_own() {
             self.ask(&Message::new().raw(ALONE))?;
         }
         self.in_transaction = true;
-        self.commit(message)
+        let message = Message::new()
+            .raw("BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE")
+            .raw(stated(self.millis_left()));
+        self.commit(&message.raw(statements).raw("COMMIT"))
     }
 
     /// Ends an open transaction without a change; on any trouble the connection is closed instead.
@@ -191,8 +192,8 @@ impl<'a> Session<'a> {
         let mut prelude = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE".to_owned();
         let limits = self.states("");
         if !limits.is_empty() {
-            let left = self.millis_left();
-            prelude = format!("{prelude};{limits};SET LOCAL idle_in_transaction_session_timeout TO {left}");
+            let idle = self.millis_left() + IDLE_MS;
+            prelude = format!("{prelude};{limits};SET LOCAL idle_in_transaction_session_timeout TO {idle}");
         }
         prelude
     }
@@ -208,14 +209,8 @@ impl<'a> Session<'a> {
         if self.is_settled() {
             return String::new();
         }
-        let left = self.millis_left();
         let alone = if self.is_own() { String::new() } else { format!(";{ALONE}") };
-        // No sequential scan: a plan made while the table was tiny would keep it when it has grown.
-        format!(
-            "{transaction}SET LOCAL enable_seqscan TO off;\
-             SET LOCAL lock_timeout TO {left};SET LOCAL statement_timeout TO {}{alone}",
-            left + LOCKS_FIRST
-        )
+        format!("{transaction}{}{alone}", stated(self.millis_left()))
     }
 
     fn millis_left(&self) -> u64 {

@@ -168,6 +168,8 @@ fn push_list<T>(
 /// The one place where foreign text becomes part of SQL text: an escape string, whose meaning does
 /// not depend on `standard_conforming_strings`
 /// (<https://www.postgresql.org/docs/current/sql-syntax-lexical.html#SQL-SYNTAX-STRINGS-ESCAPE>).
+/// What is not ASCII travels as an escape: the server decodes a whole message by the session's
+/// `client_encoding` before anything in it can be set, and every such encoding reads ASCII alike.
 pub(crate) fn push_quoted(text: &str, out: &mut String) -> Result<()> {
     out.push_str("E'");
     for c in text.chars() {
@@ -175,11 +177,38 @@ pub(crate) fn push_quoted(text: &str, out: &mut String) -> Result<()> {
             '\0' => return Err(LockError::invalid("PostgreSQL text cannot hold U+0000")),
             '\'' => out.push_str("''"),
             '\\' => out.push_str("\\\\"),
-            c => out.push(c),
+            c if c.is_ascii() => out.push(c),
+            c if c <= '\u{ffff}' => {
+                let _ = write!(out, "\\u{:04X}", u32::from(c));
+            }
+            c => {
+                let _ = write!(out, "\\U{:08X}", u32::from(c));
+            }
         }
     }
     out.push('\'');
     Ok(())
+}
+
+/// A name as an identifier, with escapes for what is not ASCII, as in [`push_quoted`]
+/// (<https://www.postgresql.org/docs/current/sql-syntax-lexical.html#SQL-SYNTAX-IDENTIFIERS>).
+pub(crate) fn quoted_name(name: &str) -> String {
+    if name.is_ascii() {
+        return format!("\"{}\"", name.replace('"', "\"\""));
+    }
+    let mut out = "U&\"".to_owned();
+    for c in name.chars() {
+        match c {
+            '"' => out.push_str("\"\""),
+            '\\' => out.push_str("\\\\"),
+            c if c.is_ascii() => out.push(c),
+            c => {
+                let _ = write!(out, "\\+{:06X}", u32::from(c));
+            }
+        }
+    }
+    out.push('"');
+    out
 }
 
 /// One message to the server: statements that travel, and are answered, together.
@@ -274,13 +303,45 @@ pub(crate) struct SessionTimer {
 /// moment, and of the two errors only the one about locks says that waiting for it was contention.
 pub(crate) const LOCKS_FIRST: u64 = 50;
 
+/// How much longer than its call a transaction may lie idle between two messages. That limit is for a
+/// client that is gone: one that is there rolls back by itself when its time is over.
+pub(crate) const IDLE_MS: u64 = 1_000;
+
+/// What a session could carry that would change an answer, and what is stated instead:
+///
+/// - `enable_seqscan`: a plan made while the table was tiny would keep the scan when it has grown.
+/// - `row_security`: with it, a policy hides rows, and a key that is held looks free. Without it the
+///   server refuses such a statement
+///   (<https://www.postgresql.org/docs/current/runtime-config-client.html#GUC-ROW-SECURITY>).
+/// - `client_encoding`: what the answers are in; the driver reads UTF-8.
+/// - `client_min_messages`: that a commit may not have reached its standby is only a warning.
+const STATED: [(&str, &str); 4] = [
+    ("enable_seqscan", "off"),
+    ("row_security", "off"),
+    ("client_encoding", "UTF8"),
+    ("client_min_messages", "warning"),
+];
+
+/// Fails, with an error that hardly anything else has, unless the transaction began with this message.
+pub(crate) const ALONE: &str = "SELECT LIMIT CASE WHEN pg_catalog.transaction_timestamp() \
+    OPERATOR(pg_catalog.=) pg_catalog.statement_timestamp() THEN 1 ELSE -1 END";
+
+/// The same for one transaction, with the limits of its waits and statements.
+pub(crate) fn stated(limit_ms: u64) -> String {
+    let stated =
+        STATED.iter().fold(String::new(), |all, (name, value)| format!("{all}SET LOCAL {name} TO {value};"));
+    let statement_ms = limit_ms + LOCKS_FIRST;
+    format!("{stated}SET LOCAL lock_timeout TO {limit_ms};SET LOCAL statement_timeout TO {statement_ms}")
+}
+
 /// The settings that a session of ours begins with, as the `options` of its startup message. They
 /// are the session's defaults: nothing that runs in it, and no `DISCARD ALL`, takes them away.
 pub(crate) fn settled_options(limit_ms: u64) -> String {
-    let statement_ms = limit_ms + LOCKS_FIRST;
+    let (statement_ms, idle_ms) = (limit_ms + LOCKS_FIRST, limit_ms + IDLE_MS);
+    let stated = STATED.iter().fold(String::new(), |all, (name, value)| format!("{all}-c {name}={value} "));
     format!(
-        "-c lock_timeout={limit_ms} -c statement_timeout={statement_ms} \
-         -c idle_in_transaction_session_timeout={limit_ms} -c enable_seqscan=off \
+        "{stated}-c lock_timeout={limit_ms} -c statement_timeout={statement_ms} \
+         -c idle_in_transaction_session_timeout={idle_ms} \
          -c default_transaction_isolation=read\\ committed -c default_transaction_read_only=off \
          -c syncguard.settled_ms={limit_ms}"
     )
@@ -357,8 +418,8 @@ mod tests {
     #[test]
     fn text_is_quoted_and_nul_is_refused() {
         let mut out = String::new();
-        push_quoted("it's a \\ \n \u{1F512}", &mut out).unwrap();
-        assert_eq!(out, "E'it''s a \\\\ \n \u{1F512}'");
+        push_quoted("it's a \\ \n \u{fc}\u{1F512}", &mut out).unwrap();
+        assert_eq!(out, "E'it''s a \\\\ \n \\u00FC\\U0001F512'");
         assert!(push_quoted("a\0b", &mut String::new()).is_err());
     }
 
