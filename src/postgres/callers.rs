@@ -132,7 +132,7 @@ impl<M: ManageConnection<Connection = Client>> Lent for CallersLent<M> {
     }
 
     fn canceller(&self) -> Canceller {
-        Canceller(self.connector.clone())
+        Canceller(self.connector.clone().map(|connector| (connector, None)))
     }
 
     fn keep(mut self: Box<Self>) {

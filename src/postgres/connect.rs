@@ -1,21 +1,31 @@
 //! Opening connections, and asking the server to cancel what one of them is doing.
+//!
+//! Every connection of ours is opened here: for the pool, for renewals, for the thread that listens.
+//!
+//! 1. Candidates are tried one after the other, each with at most half of the time that is left, the
+//!    last one with all of it: a silent one never takes the time of those behind it.
+//! 2. TLS and deadlines are decided for each candidate: over TCP both, on a Unix socket neither.
+//! 3. A call returns at its end or at its token, whatever a name server, a TCP handshake or a server
+//!    does: all of that runs on another thread, which is left behind then.
 
 use std::fmt;
-use std::str::FromStr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use postgres::config::{Host, SslMode, SslNegotiation};
+use postgres::config::{ChannelBinding, SslMode, SslNegotiation};
 use postgres::error::DbError;
 use postgres::{Client, Config, NoTls};
 use tokio_postgres::Socket;
 use tokio_postgres::tls::{MakeTlsConnect, TlsConnect};
 
 use crate::cancel::{CancelToken, Subscription};
-use crate::error::{LockError, Result};
-use crate::postgres::error::{connect_error, in_runtime};
+use crate::error::{ErrorCode, LockError, Result};
+use crate::postgres::addresses::{Addresses, Candidate, ListedHost, Target, prefer_primary, without_hosts};
+use crate::postgres::error::{NoCandidate, connect_error, in_runtime};
 use crate::postgres::link::{Encryption, GuardedTls, Link};
+use crate::postgres::resolve::Resolver;
 use crate::postgres::statement::settled_options;
 
 /// How long the driver may take to say goodbye on a connection that is in order.
@@ -28,9 +38,24 @@ const CANCEL_LIMIT: Duration = Duration::from_millis(400);
 /// The driver's default is two hours.
 const KEEPALIVE_IDLE: Duration = Duration::from_secs(30);
 
-/// Opens connections to one place. Cheap to clone; the TLS connector's type is erased.
+/// How much later than the driver's own limits an attempt is left behind.
+const GRACE: Duration = Duration::from_millis(50);
+
+/// The most attempts that may be left behind at a time: on a Unix socket nothing ends one as long as
+/// the server stands still.
+const MAX_LEFT_BEHIND: usize = 32;
+
+/// Opens connections to one database, wherever of its hosts it is. Cheap to clone.
 #[derive(Clone)]
-pub(crate) struct Connector(Arc<dyn Open>);
+pub(crate) struct Connector(Arc<Inner>);
+
+struct Inner {
+    addresses: Addresses,
+    resolver: Resolver,
+    /// The driver; the TLS connector's type is erased.
+    driver: Arc<dyn Open>,
+    left_behind: Mutex<Vec<Weak<()>>>,
+}
 
 impl Connector {
     /// Checks the settings without connecting. Sessions begin with this limit for waits and statements.
@@ -41,55 +66,157 @@ impl Connector {
         T::Stream: Send + 'static,
         <T::TlsConnect as TlsConnect<Socket>>::Future: Send,
     {
-        Ok(Self(Arc::new(Place::new(config, tls, operation_timeout)?)))
+        let addresses = Addresses::new(&config)?;
+        let driver = Arc::new(Place::new(&config, tls, &addresses, operation_timeout)?);
+        let left_behind = Mutex::default();
+        Ok(Self(Arc::new(Inner { addresses, resolver: Resolver::system(), driver, left_behind })))
     }
 
-    /// A connection, within `limit`, unless the token fires: then the server's silence is not waited
-    /// for (its TCP handshake is). What names resolve to is up to the system's resolver, whose time is
-    /// not bounded by us.
+    /// A connection, within `limit`, unless the token fires.
     pub(crate) fn open(&self, limit: Duration, cancel: &CancelToken) -> Result<Wire> {
+        check_runtime()?;
+        let end = end_of(limit);
+        let mut none = NoCandidate::default();
+        let mut hosts = self.0.addresses.hosts().into_iter().peekable();
+        while let Some(host) = hosts.next() {
+            let last = hosts.peek().is_none();
+            let candidates = match self.candidates(&host, share(end, last), cancel) {
+                Ok(candidates) => candidates,
+                Err(error) => {
+                    cancel.check()?;
+                    none.add(error);
+                    self.0.addresses.failed_as_a_whole(&host);
+                    continue;
+                }
+            };
+            let mut candidates = candidates.into_iter().peekable();
+            while let Some(candidate) = candidates.next() {
+                let last = last && candidates.peek().is_none();
+                match self.attempt(&candidate, share(end, last), cancel) {
+                    Ok(wire) => {
+                        self.0.addresses.succeeded(&candidate);
+                        return Ok(wire);
+                    }
+                    Err(error) => {
+                        cancel.check()?;
+                        none.add(error);
+                        self.0.addresses.failed_at(&candidate);
+                    }
+                }
+            }
+            self.0.addresses.failed_as_a_whole(&host);
+        }
+        Err(none.into_error())
+    }
+
+    /// The candidates of one host, in the order in which to try them.
+    fn candidates(&self, host: &ListedHost, limit: Duration, cancel: &CancelToken) -> Result<Vec<Candidate>> {
+        let Target::Name(name) = &host.target else { return Ok(host.at(None).into_iter().collect()) };
+        let found = self.0.resolver.resolve(name, limit, cancel)?;
+        Ok(self.0.addresses.in_turn(found.into_iter().filter_map(|ip| host.at(Some(ip))).collect()))
+    }
+
+    /// One attempt at one candidate.
+    ///
+    /// The driver connects on a thread of its own, because nothing of it can be ended from outside
+    /// before it has a TCP connection, and on a Unix socket nothing at all.
+    fn attempt(&self, candidate: &Candidate, limit: Duration, cancel: &CancelToken) -> Result<Wire> {
+        if limit.is_zero() {
+            return Err(unanswered());
+        }
         let link = Link::new();
         link.limit(limit);
-        let cut = link.clone();
-        let watch = cancel.subscribe(move || cut.kill());
-        let opened = guard_runtime(|| self.0.open(&link, limit))?;
-        // A token that has fired may cut it yet.
-        if !watch.is_none_or(Subscription::remove) || link.is_dead() {
-            if let Ok(client) = opened {
-                drop_client(client);
+        let alive = Arc::new(());
+        let (done, outcome) = channel();
+        let cut = {
+            let (link, done) = (link.clone(), done.clone());
+            move || {
+                link.kill();
+                let _ = done.send(None);
             }
+        };
+        let job = {
+            let (driver, candidate, link) = (Arc::clone(&self.0.driver), candidate.clone(), link.clone());
+            let alive = Arc::clone(&alive);
+            move || {
+                let opened = driver.open(&candidate, &link, limit);
+                // If nobody waits any more, the connection is dropped here.
+                let _ = done.send(Some(opened));
+                drop(alive);
+            }
+        };
+        self.check_left_behind()?;
+        let watch = cancel.subscribe(cut);
+        std::thread::Builder::new().name("syncguard-connect".into()).spawn(job).map_err(no_thread)?;
+        let outcome = outcome.recv_timeout(limit + GRACE);
+        // A token that has fired may cut the connection yet.
+        let fired = !watch.is_none_or(Subscription::remove) || link.is_dead();
+        let opened = match outcome {
+            Ok(Some(opened)) => opened,
+            Ok(None) => Err(LockError::aborted()),
+            Err(RecvTimeoutError::Timeout) => {
+                link.kill();
+                self.left_behind().push(Arc::downgrade(&alive));
+                Err(unanswered())
+            }
+            Err(RecvTimeoutError::Disconnected) => Err(LockError::new(ErrorCode::Internal)
+                .with_message("the driver panicked while it connected: its message is on the error output")),
+        };
+        let client = opened?;
+        if fired {
+            drop_client(client);
             return Err(LockError::aborted());
         }
-        let client = opened.map_err(connect_error)?;
         link.unlimited();
         Ok(Wire { client: Some(client), link })
     }
 
-    /// Asks the server to cancel what `token`'s connection is doing. Best effort, bounded.
-    pub(crate) fn cancel(&self, token: &postgres::CancelToken) {
-        if let Err(error) = self.0.cancel(token) {
+    /// Refuses to leave ever more threads behind at a server that stands still.
+    fn check_left_behind(&self) -> Result<()> {
+        let mut left_behind = self.left_behind();
+        left_behind.retain(|attempt| attempt.strong_count() > 0);
+        if left_behind.len() < MAX_LEFT_BEHIND {
+            return Ok(());
+        }
+        Err(LockError::new(ErrorCode::ServiceUnavailable).with_message(
+            "earlier attempts to connect have had no answer yet: the server takes connections and says nothing, check that it runs",
+        ))
+    }
+
+    fn left_behind(&self) -> std::sync::MutexGuard<'_, Vec<Weak<()>>> {
+        self.0.left_behind.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Asks the server to cancel what `token`'s connection is doing, whose socket `link` is if it is
+    /// one of ours. Best effort.
+    pub(crate) fn cancel(&self, token: &postgres::CancelToken, link: Option<&Link>) {
+        if let Err(error) = self.0.driver.cancel(token, link.map(Link::guards)) {
             log::debug!("the cancel request did not reach the server: {error}");
         }
     }
 }
 
-/// Parses a connection string; the error does not repeat it.
-pub(crate) fn parse_url(url: &str) -> Result<Config> {
-    let config = Config::from_str(url).map_err(|error| {
-        // The driver's causes repeat parts of the string, and a password that was not escaped is cut
-        // into such parts. The one that names only an option of its own is worth showing.
-        let cause = std::error::Error::source(&error).map(ToString::to_string).unwrap_or_default();
-        let hint = if cause.starts_with("invalid value for option") { format!(" ({cause})") } else { String::new() };
-        LockError::invalid(format!(
-            "the connection string cannot be read{hint}: use postgresql://user@host:port/database or key=value pairs"
-        ))
-    })?;
-    if config.get_hosts().is_empty() && config.get_hostaddrs().is_empty() {
-        return Err(LockError::invalid(
-            "the connection string names no host: add host=… (a path for a Unix socket)",
-        ));
-    }
-    Ok(config)
+/// What one candidate may take of the time that is left.
+fn share(end: Instant, last: bool) -> Duration {
+    if last { rest(end) } else { rest(end) / 2 }
+}
+
+fn end_of(limit: Duration) -> Instant {
+    const YEAR: Duration = Duration::from_secs(365 * 24 * 60 * 60);
+    let now = Instant::now();
+    now.checked_add(limit).unwrap_or_else(|| now + YEAR)
+}
+
+fn unanswered() -> LockError {
+    LockError::new(ErrorCode::NetworkTimeout).with_message(
+        "no answer came from the server in time: check the network, or raise connection_timeout, operation_timeout or the wait's own timeout",
+    )
+}
+
+fn no_thread(cause: std::io::Error) -> LockError {
+    LockError::new(ErrorCode::ServiceUnavailable)
+        .with_message("no thread can be started to connect: raise the limit of threads, or start fewer")
+        .with_source(cause)
 }
 
 /// A connection of ours and the handle of its socket. Never dropped in a place where the driver
@@ -167,16 +294,19 @@ fn blocked_in_runtime() -> LockError {
     )
 }
 
+/// The one place where the driver is called to connect.
 trait Open: Send + Sync {
-    fn open(&self, link: &Link, limit: Duration) -> Result<Client, postgres::Error>;
-    fn cancel(&self, token: &postgres::CancelToken) -> Result<(), postgres::Error>;
+    fn open(&self, candidate: &Candidate, link: &Link, limit: Duration) -> Result<Client>;
+    /// `tcp`: whether a connection of ours goes over TCP; `None` for one of a caller's.
+    fn cancel(&self, token: &postgres::CancelToken, tcp: Option<bool>) -> Result<(), postgres::Error>;
 }
 
 struct Place<T> {
+    /// All settings but the hosts.
     config: Config,
     tls: T,
-    /// `None` for Unix sockets, which the driver never hands to a TLS connector.
-    encryption: Option<Encryption>,
+    /// How TCP is encrypted; the driver never hands a Unix socket to a TLS connector.
+    encryption: Encryption,
     /// The settings that sessions begin with, for the startup message.
     options: String,
     /// There is a pooler in front of the server that refuses such settings.
@@ -184,7 +314,9 @@ struct Place<T> {
 }
 
 impl<T: Clone + 'static> Place<T> {
-    fn new(mut config: Config, tls: T, operation_timeout: Duration) -> Result<Self> {
+    fn new(theirs: &Config, tls: T, addresses: &Addresses, operation_timeout: Duration) -> Result<Self> {
+        let mut config = without_hosts(theirs);
+        prefer_primary(&mut config, addresses.len());
         let limit = u64::try_from(operation_timeout.as_millis()).unwrap_or(u64::MAX).clamp(1, 2_000_000_000);
         let theirs = config.get_options().map(|options| format!("{options} ")).unwrap_or_default();
         let options = format!("{theirs}{}", settled_options(limit));
@@ -197,16 +329,14 @@ impl<T: Clone + 'static> Place<T> {
         if config.get_tcp_user_timeout().is_none() {
             config.tcp_user_timeout(KEEPALIVE_IDLE);
         }
-        let unix = config.get_hosts().iter().any(|host| !matches!(host, Host::Tcp(_)));
-        let encryption = if unix { None } else { Some(encryption_of::<T>(&config)?) };
-        if encryption.is_some() {
-            if config.get_hosts().is_empty() {
-                for address in config.get_hostaddrs().to_vec() {
-                    config.host(&address.to_string());
-                }
-            }
-            // The driver hands its socket to the "TLS connector" at once; the rest is GuardedTls's.
-            config.ssl_mode(SslMode::Require).ssl_negotiation(SslNegotiation::Direct);
+        let sockets = addresses.any(|target| matches!(target, Target::Socket(_)));
+        let tcp = addresses.any(|target| !matches!(target, Target::Socket(_)));
+        let encryption = if tcp { encryption_of::<T>(&config)? } else { Encryption::Never };
+        let unencrypted = sockets || encryption == Encryption::Never;
+        if unencrypted && config.get_channel_binding() == ChannelBinding::Require {
+            return Err(LockError::invalid(
+                "channel_binding=require needs TLS, and a Unix socket or a connection without TLS is asked for: give TCP hosts, sslmode=require and a TLS connector (connect_with), or leave channel_binding out",
+            ));
         }
         Ok(Self { config, tls, encryption, options, bare: AtomicBool::new(false) })
     }
@@ -233,8 +363,15 @@ where
     T::Stream: Send + 'static,
     <T::TlsConnect as TlsConnect<Socket>>::Future: Send,
 {
-    fn connect(&self, link: &Link, limit: Duration, bare: bool) -> Result<Client, postgres::Error> {
+    fn connect(
+        &self,
+        candidate: &Candidate,
+        link: &Link,
+        limit: Duration,
+        bare: bool,
+    ) -> Result<Client, postgres::Error> {
         let mut config = self.config.clone();
+        candidate.add_to(&mut config);
         if !bare {
             config.options(&self.options);
         }
@@ -242,9 +379,12 @@ where
         config.connect_timeout(limit);
         let heard = link.clone();
         config.notice_callback(move |notice| on_notice(&heard, &notice));
-        match self.encryption {
-            None => config.connect(NoTls),
-            Some(encryption) => config.connect(GuardedTls::new(self.tls.clone(), encryption, link.clone())),
+        if candidate.is_tcp() {
+            // The driver hands its socket to the "TLS connector" at once; the rest is GuardedTls's.
+            config.ssl_mode(SslMode::Require).ssl_negotiation(SslNegotiation::Direct);
+            config.connect(GuardedTls::new(self.tls.clone(), self.encryption, link.clone()))
+        } else {
+            config.ssl_mode(SslMode::Disable).connect(NoTls)
         }
     }
 }
@@ -256,25 +396,27 @@ where
     T::Stream: Send + 'static,
     <T::TlsConnect as TlsConnect<Socket>>::Future: Send,
 {
-    fn open(&self, link: &Link, limit: Duration) -> Result<Client, postgres::Error> {
+    fn open(&self, candidate: &Candidate, link: &Link, limit: Duration) -> Result<Client> {
         let bare = self.bare.load(Ordering::Relaxed);
-        match self.connect(link, limit, bare) {
+        match self.connect(candidate, link, limit, bare) {
             Err(error) if !bare && may_refuse_options(&error) => {
-                let connected = self.connect(link, limit, true)?;
-                self.bare.store(true, Ordering::Relaxed);
-                Ok(connected)
+                let connected = self.connect(candidate, link, limit, true);
+                self.bare.fetch_or(connected.is_ok(), Ordering::Relaxed);
+                connected
             }
             connected => connected,
         }
+        .map_err(connect_error)
     }
 
-    fn cancel(&self, token: &postgres::CancelToken) -> Result<(), postgres::Error> {
-        match self.encryption {
-            None => token.cancel_query(NoTls),
-            Some(encryption) => {
+    fn cancel(&self, token: &postgres::CancelToken, tcp: Option<bool>) -> Result<(), postgres::Error> {
+        match tcp {
+            None => token.cancel_query(self.tls.clone()),
+            Some(false) => token.cancel_query(NoTls),
+            Some(true) => {
                 let link = Link::new();
                 link.limit(CANCEL_LIMIT);
-                token.cancel_query(GuardedTls::new(self.tls.clone(), encryption, link))
+                token.cancel_query(GuardedTls::new(self.tls.clone(), self.encryption, link))
             }
         }
     }

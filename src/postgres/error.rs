@@ -12,6 +12,7 @@
 //!
 //! The codes are those of <https://www.postgresql.org/docs/current/errcodes-appendix.html>.
 
+use std::borrow::Cow;
 use std::error::Error;
 use std::fmt;
 use std::io;
@@ -176,6 +177,50 @@ pub(crate) fn connect_error(error: postgres::Error) -> LockError {
     LockError::new(code).with_message(message).with_source(error)
 }
 
+/// Why none of several candidates could be connected to.
+#[derive(Default)]
+pub(crate) struct NoCandidate(Option<LockError>);
+
+impl NoCandidate {
+    /// One more that failed.
+    pub(crate) fn add(&mut self, error: LockError) {
+        log::debug!("a host cannot be connected to: {}", error.chain());
+        if self.0.as_ref().is_none_or(|other| telling(&error) >= telling(other)) {
+            self.0 = Some(error);
+        }
+    }
+
+    /// The most telling of their errors, the last of equal ones.
+    pub(crate) fn into_error(self) -> LockError {
+        self.0.unwrap_or_else(|| {
+            LockError::new(ErrorCode::ServiceUnavailable)
+                .with_message("no host has an address: check the connection settings")
+        })
+    }
+}
+
+/// A server that is not the primary says more than one that refuses, that one more than silence.
+fn telling(error: &LockError) -> u8 {
+    let mut cause = error.source();
+    while let Some(inner) = cause {
+        if inner.downcast_ref().is_some_and(has_other_attributes) {
+            return 3;
+        }
+        cause = inner.source();
+    }
+    match (error.sqlstate(), error.code()) {
+        (Some(_), _) => 2,
+        (None, ErrorCode::NetworkTimeout) => 0,
+        (None, _) => 1,
+    }
+}
+
+/// Whether this is the driver's own word for a server that `target_session_attrs` does not ask for.
+/// (A socket that may not be opened is of the same kind, but with the system's number.)
+fn has_other_attributes(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::PermissionDenied && error.raw_os_error().is_none()
+}
+
 /// An error that the server sent, with its code and what to do.
 fn server_error(sqlstate: &str, error: postgres::Error) -> LockError {
     let on_lock_id = sqlstate == "23505"
@@ -292,43 +337,81 @@ fn hint(sqlstate: &str, code: ErrorCode) -> &'static str {
 }
 
 /// What a failure without an answer from the server is: by the kind of its cause.
-fn transport(error: &postgres::Error) -> (ErrorCode, &'static str) {
+fn transport(error: &postgres::Error) -> (ErrorCode, Cow<'static, str>) {
+    // The driver does not tell its own kinds apart but by fixed, untranslated texts.
+    let text = error.to_string();
+    let why = error.source().map(ToString::to_string).unwrap_or_default();
+    let (code, message) = match io_cause(error) {
+        Some(io) if io.kind() == io::ErrorKind::TimedOut => (
+            ErrorCode::NetworkTimeout,
+            "no answer came from the server in time: check the network, or raise operation_timeout or the wait's own timeout",
+        ),
+        Some(io) if has_other_attributes(io) => (ErrorCode::ServiceUnavailable, other_attributes(io)),
+        Some(io) if text.starts_with("error communicating") && io.kind() == io::ErrorKind::NotFound => (
+            ErrorCode::InvalidArgument,
+            "the account that runs this program has no name, and the connection settings name no user: add user=…",
+        ),
+        // A TLS library may say why in an error of input and output.
+        Some(io) if text.starts_with("error performing TLS") && io.get_ref().is_some() => {
+            return (ErrorCode::ServiceUnavailable, tls_failed(&why));
+        }
+        Some(_) => (
+            ErrorCode::ServiceUnavailable,
+            "the server cannot be reached, or closed the connection: check that it runs and its address, or try again later",
+        ),
+        None => return without_io(&text, &why),
+    };
+    (code, message.into())
+}
+
+/// The error of input and output below, if there is one.
+fn io_cause(error: &postgres::Error) -> Option<&io::Error> {
     let mut cause = error.source();
     while let Some(inner) = cause {
-        if let Some(io) = inner.downcast_ref::<io::Error>() {
-            return match io.kind() {
-                io::ErrorKind::TimedOut => (
-                    ErrorCode::NetworkTimeout,
-                    "no answer came from the server in time: check the network, or raise operation_timeout or the wait's own timeout",
-                ),
-                io::ErrorKind::PermissionDenied => (
-                    ErrorCode::ServiceUnavailable,
-                    "no server has the attributes that were asked for: check target_session_attrs and the hosts",
-                ),
-                _ => (
-                    ErrorCode::ServiceUnavailable,
-                    "the server cannot be reached, or closed the connection: check that it runs and its address, or try again later",
-                ),
-            };
+        if let Some(io) = inner.downcast_ref() {
+            return Some(io);
         }
         cause = inner.source();
     }
-    // The driver does not tell these kinds apart but by its own fixed, untranslated texts.
-    let text = error.to_string();
-    if text.starts_with("authentication error") {
+    None
+}
+
+fn other_attributes(error: &io::Error) -> &'static str {
+    if error.to_string().contains("not read only") {
+        "none of these hosts is read-only, as target_session_attrs=read-only asks: leave that out, since only a primary can lock"
+    } else {
+        "none of these hosts is a primary now, a fail-over may be under way: try again, and check that the list names every host that may become the primary"
+    }
+}
+
+fn tls_failed(why: &str) -> Cow<'static, str> {
+    format!("the TLS handshake failed ({why}): check sslmode, the server's certificate and the connector's trust and host name").into()
+}
+
+/// A failure without an error of input and output below.
+fn without_io(text: &str, why: &str) -> (ErrorCode, Cow<'static, str>) {
+    let (code, message) = if text.starts_with("authentication error") && why.contains("channel binding") {
+        (
+            ErrorCode::AuthFailed,
+            "channel_binding=require asks for TLS and scram-sha-256, and the server offers one of them not: check sslmode, the connector and pg_hba.conf",
+        )
+    } else if text.starts_with("authentication error") {
         (ErrorCode::AuthFailed, "authentication failed: check user and password")
+    } else if why == "password missing" {
+        (
+            ErrorCode::AuthFailed,
+            "the server asks for a password and the connection settings have none: add password=… (PGPASSWORD and a passfile are not read)",
+        )
     } else if text.starts_with("invalid conf") || text.starts_with("invalid connection") {
         (ErrorCode::InvalidArgument, "the connection settings are not valid: the cause says which")
     } else if text.starts_with("error performing TLS") {
-        (
-            ErrorCode::ServiceUnavailable,
-            "the TLS handshake failed: check sslmode, certificates and the connector",
-        )
+        return (ErrorCode::ServiceUnavailable, tls_failed(why));
     } else if text.starts_with("unexpected message") || text.starts_with("error parsing") {
         (ErrorCode::Internal, "the server sent something that PostgreSQL would not send: check the address")
     } else {
         (ErrorCode::ServiceUnavailable, "the connection to the server is closed: try again")
-    }
+    };
+    (code, message.into())
 }
 
 /// Whether the current thread runs inside an async runtime (or on one of its blocking threads).

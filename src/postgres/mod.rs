@@ -3,6 +3,7 @@
 //! | file | what it holds |
 //! | --- | --- |
 //! | `link`, `connect` | sockets with a deadline, TLS, cancel requests |
+//! | `connection_string`, `addresses`, `resolve` | what a connection string says; lists of hosts; names to addresses |
 //! | `pool`, `slots`, `callers`, `source` | pools and the wait for them, our own, a caller's, the connection kept for renewals |
 //! | `statement`, `session`, `row` | prepared statements, messages, one operation on one connection, its answers |
 //! | `run` | the loops around every operation |
@@ -16,9 +17,11 @@
 //! long as nothing can have been committed, and says so when that is no longer certain.
 
 mod acquire;
+mod addresses;
 mod callers;
 mod collation;
 mod connect;
+mod connection_string;
 pub(crate) mod error;
 mod extend;
 mod held;
@@ -29,6 +32,7 @@ mod pool;
 mod processes;
 mod read;
 mod release;
+mod resolve;
 mod row;
 mod run;
 mod schema;
@@ -42,7 +46,8 @@ mod wake;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-pub(crate) use connect::{Connector, guard_runtime, parse_url};
+pub(crate) use connect::{Connector, guard_runtime};
+pub(crate) use connection_string::parse_url;
 pub use operator::{BrokenLock, CLEANUP_GUARD_MS, Counts, IdleCounter, Operator, Waiter};
 pub(crate) use processes::{Asked, ROUNDS};
 pub(crate) use row::{Answers, Row, flag, int, malformed, required, text};

@@ -114,14 +114,15 @@ fn longer(old: Option<r2d2::Error>, new: r2d2::Error) -> r2d2::Error {
     old.filter(|old| old.to_string().len() > new.to_string().len()).unwrap_or(new)
 }
 
-/// Asks a server to cancel a statement: through TLS where we know how, else in plain text.
+/// Asks a server to cancel a statement: through TLS where we know how, else in plain text. The link is
+/// that of a connection of ours.
 #[derive(Clone)]
-pub(crate) struct Canceller(pub(crate) Option<Connector>);
+pub(crate) struct Canceller(pub(crate) Option<(Connector, Option<Link>)>);
 
 impl Canceller {
     pub(crate) fn cancel(&self, token: &postgres::CancelToken) {
         match &self.0 {
-            Some(connector) => connector.cancel(token),
+            Some((connector, link)) => connector.cancel(token, link.as_ref()),
             None => {
                 if let Err(error) = token.cancel_query(NoTls) {
                     log::debug!("the cancel request did not reach the server: {error}");

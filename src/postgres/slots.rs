@@ -338,7 +338,8 @@ impl Lent for OwnLent {
     }
 
     fn canceller(&self) -> Canceller {
-        Canceller(Some(self.pool.connector.clone()))
+        let link = self.opened.as_ref().map(|opened| opened.wire.link.clone());
+        Canceller(Some((self.pool.connector.clone(), link)))
     }
 
     fn keep(mut self: Box<Self>) {

@@ -99,7 +99,13 @@ fn passwords_and_encryption_work_and_what_is_wrong_is_said() {
     let config = guarded.config("encrypted_only", "correct", SslMode::Require);
     let error = PgLockClient::builder().connect_with(config, guarded.tls(false)).unwrap_err();
     assert_eq!(error.code(), ErrorCode::ServiceUnavailable, "{error:?}");
-    assert!(error.to_string().contains("TLS"), "{error}");
+    assert!(error.to_string().contains("the TLS handshake failed ("), "{error}");
+    assert!(error.to_string().contains("certificate verify failed"), "{error}");
+    let mut config = guarded.schema.config();
+    config.user("password_only").ssl_mode(SslMode::Disable);
+    let error = PgLockClient::builder().connect_with(config, NoTls).unwrap_err();
+    assert_eq!(error.code(), ErrorCode::AuthFailed, "{error:?}");
+    assert!(error.to_string().contains("add password="), "{error}");
     cancelling_works_through_encryption(&guarded);
 }
 

@@ -49,6 +49,7 @@ pub mod keeper;
 pub mod leases;
 pub mod listeners;
 pub mod logs;
+pub mod names;
 pub mod place;
 pub mod proxy;
 pub mod role;

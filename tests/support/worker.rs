@@ -118,6 +118,13 @@ impl Worker {
         Self::spawn(command)
     }
 
+    /// The same, with a library that is loaded before all others.
+    pub fn start_preloaded(library: &std::path::Path, test: &str, part: &str, args: &[(&str, &str)]) -> Self {
+        let mut command = Self::command(test, part, args);
+        command.env("LD_PRELOAD", library);
+        Self::spawn(command)
+    }
+
     /// The same, in a small file system of this many megabytes.
     pub fn start_in(room: &super::room::Room, megabytes: u32, test: &str, part: &str) -> Self {
         let mut command = Self::command(test, part, &[]);
