@@ -123,7 +123,8 @@ impl PgLockClientBuilder {
     }
 
     /// How long one call waits for a free connection, or for a new one, at most. Default 5 s. It is
-    /// part of the call's own time, not added to it.
+    /// part of the call's own time, not added to it. Name server, handshakes and every host of a
+    /// list are within it.
     pub fn connection_timeout(mut self, timeout: Duration) -> Self {
         self.connection_timeout = timeout;
         self
@@ -210,7 +211,8 @@ impl PgLockClientBuilder {
 
     /// Builds a client with a pool of its own from the driver's configuration and a TLS connector,
     /// such as those of `postgres-native-tls` and `postgres-openssl`, or [`NoTls`]. The
-    /// configuration's notice callback is replaced. Errors as those of [`PgLockClient::connect`].
+    /// configuration's notice callback is replaced. Hosts are tried and errors are those of
+    /// [`PgLockClient::connect`]; `sslmode` is about TCP, a Unix socket is never encrypted.
     ///
     /// # Blocking
     ///

@@ -70,10 +70,16 @@ impl PgLockClient {
     /// A client for the database at this address, `postgresql://…` or key=value pairs, without TLS.
     /// Creates the two tables if they are missing; see the builder for everything else.
     ///
+    /// Several hosts (`host=a,b`, `postgresql://a,b/db`) and several addresses of a name are tried one
+    /// after the other. A silent one takes at most half of the time that is left; those that failed
+    /// last come last. Of several hosts only one that accepts writes is used, unless
+    /// [`target_session_attrs`](https://www.postgresql.org/docs/current/libpq-connect.html#LIBPQ-CONNECT-TARGET-SESSION-ATTRS)
+    /// says `read-only`; a lone host is not asked for its role. `docs/operations.md` has more.
+    ///
     /// # Errors
     ///
-    /// `InvalidArgument` for a connection string that cannot be read, `ServiceUnavailable`,
-    /// `AuthFailed` or `NetworkTimeout` when the server cannot be used.
+    /// `InvalidArgument` for a connection string that cannot be read, `ServiceUnavailable` (also when
+    /// no host is the primary), `AuthFailed` or `NetworkTimeout` when the server cannot be used.
     ///
     /// # Blocking
     ///
