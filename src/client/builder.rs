@@ -183,7 +183,7 @@ impl PgLockClientBuilder {
         <T::TlsConnect as TlsConnect<Socket>>::Future: Send,
     {
         // Opened with the operation timeout that the builder ends up with.
-        let connector = move |timeout| Connector::new(config.clone(), tls.clone(), timeout);
+        let connector = move |timeout| Connector::new(&config, tls.clone(), timeout);
         self.maintenance = Some(Arc::new(connector));
         self
     }
@@ -203,7 +203,7 @@ impl PgLockClientBuilder {
     /// None.
     pub fn connect(self, url: &str) -> Result<PgLockClient> {
         let names = self.check()?;
-        let connector = Connector::new(parse_url(url)?, NoTls, self.operation_timeout)?;
+        let connector = Connector::new(&parse_url(url)?, NoTls, self.operation_timeout)?;
         self.finish(names, |builder| {
             Source::own(connector, builder.max_connections, builder.connection_timeout)
         })
@@ -221,6 +221,7 @@ impl PgLockClientBuilder {
     /// # Cancellation
     ///
     /// None.
+    #[expect(clippy::needless_pass_by_value, reason = "part of the public interface")]
     pub fn connect_with<T>(self, config: Config, tls: T) -> Result<PgLockClient>
     where
         T: MakeTlsConnect<Socket> + Clone + Send + Sync + 'static,
@@ -229,7 +230,7 @@ impl PgLockClientBuilder {
         <T::TlsConnect as TlsConnect<Socket>>::Future: Send,
     {
         let names = self.check()?;
-        let connector = Connector::new(config, tls, self.operation_timeout)?;
+        let connector = Connector::new(&config, tls, self.operation_timeout)?;
         self.finish(names, |builder| {
             Source::own(connector, builder.max_connections, builder.connection_timeout)
         })

@@ -59,15 +59,15 @@ struct Inner {
 
 impl Connector {
     /// Checks the settings without connecting. Sessions begin with this limit for waits and statements.
-    pub(crate) fn new<T>(config: Config, tls: T, operation_timeout: Duration) -> Result<Self>
+    pub(crate) fn new<T>(config: &Config, tls: T, operation_timeout: Duration) -> Result<Self>
     where
         T: MakeTlsConnect<Socket> + Clone + Send + Sync + 'static,
         T::TlsConnect: Send + 'static,
         T::Stream: Send + 'static,
         <T::TlsConnect as TlsConnect<Socket>>::Future: Send,
     {
-        let addresses = Addresses::new(&config)?;
-        let driver = Arc::new(Place::new(&config, tls, &addresses, operation_timeout)?);
+        let addresses = Addresses::new(config)?;
+        let driver = Arc::new(Place::new(config, tls, &addresses, operation_timeout)?);
         let left_behind = Mutex::default();
         Ok(Self(Arc::new(Inner { addresses, resolver: Resolver::system(), driver, left_behind })))
     }
