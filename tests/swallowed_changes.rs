@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use support::{Place, TTL, id, place};
 use syncguard::{
-    Attempt, CancelToken, Clock, ErrorCode, LockBackend, LockError, LockOptions, ReleaseOutcome,
+    Attempt, CancelToken, Clock, ErrorCode, LockBackend, LockError, LockOptions, ReleaseOutcome, Renewal,
 };
 
 /// One message or two: whether the call has a token to look at in between.
@@ -88,9 +88,11 @@ fn an_acquire_whose_row_is_swallowed_is_an_error_and_not_contention() {
         assert_eq!(place.stored.counter("new"), None, "no fence is burnt");
 
         place.stored.write("over", &id("old"), -5_000, 3);
-        let trigger = Trigger::new(&place, LOCKS, "UPDATE", "RETURN NULL");
-        says_what_is_in_the_way(acquire("over"));
-        drop(trigger);
+        for body in ["RETURN NULL", "RETURN OLD"] {
+            let trigger = Trigger::new(&place, LOCKS, "UPDATE", body);
+            says_what_is_in_the_way(acquire("over"));
+            drop(trigger);
+        }
         assert_eq!(place.stored.counter("over"), Some(3), "no fence is burnt");
     }
 }
@@ -143,4 +145,31 @@ fn operators_are_told_what_was_not_taken_away() {
     drop(trigger);
     assert_eq!(place.client.operator().cleanup_expired(10).unwrap(), 1);
     assert_eq!(place.client.operator().break_lock("k", "a test").unwrap().fence.get(), grant.fence.get() + 1);
+}
+
+#[test]
+fn an_extend_or_renewal_that_is_swallowed_is_an_error_and_the_lease_keeps_its_end() {
+    let place = place();
+    for body in ["RETURN NULL", "RETURN OLD"] {
+        for two_messages in FORMS {
+            let grant = place.hold("k");
+            let before = place.stored.row("k");
+            let trigger = Trigger::new(&place, LOCKS, "UPDATE", body);
+            let longer = TTL * 2;
+            says_what_is_in_the_way(LockBackend::extend(
+                &place.client,
+                &grant.lock_id,
+                longer,
+                &token(two_messages),
+            ));
+            let renewal =
+                Renewal { key: "k", lock_id: &grant.lock_id, fence: grant.fence, ttl: longer, version: None };
+            let deadline = Clock::system().now().after(support::LIMIT);
+            let answer = LockBackend::renew(&place.client, &[renewal], deadline).remove(0);
+            says_what_is_in_the_way(answer);
+            drop(trigger);
+            assert_eq!(place.stored.row("k"), before);
+            place.client.release(&grant.lock_id).unwrap();
+        }
+    }
 }

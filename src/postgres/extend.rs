@@ -109,6 +109,10 @@ impl Change<'_> {
                     replaced = Some(version);
                     shortenings += 1;
                 }
+                // A trigger has put the old row back: the holder must not count on the new end.
+                Moved::To { expires_at_ms, asked_ms, .. } if expires_at_ms < asked_ms => {
+                    return Err(swallowed().with_lock_id(self.lock_id.as_str()));
+                }
                 moved => return Ok(moved),
             }
         }

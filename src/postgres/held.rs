@@ -75,7 +75,8 @@ pub(super) fn extend(tables: &Tables) -> String {
 
 /// Many leases at once. A busy row is skipped: it cannot hold the others up, and two batches cannot
 /// deadlock. Answers per lease: its place, the new expiry, whether its row was locked, id and fence of
-/// that row, or of the key's where there is none, and the new version.
+/// that row, or of the key's where there is none, and the new version. Nothing for one that was live and
+/// does not end as late as it was to (a trigger may put the old row back): its change was swallowed.
 ///
 /// Every step reads the one before it once and looks rows up by an index: nothing is joined to
 /// another list of the batch. The planner takes an array for ten elements, and a join of two such
@@ -98,8 +99,9 @@ pub(super) fn renew(tables: &Tables) -> String {
          u AS (\
            UPDATE {locks} AS l SET expires_at_ms = {end} FROM cur, t \
            WHERE l.key {EQ} cur.key AND l.lock_id {EQ} cur.lock_id AND cur.mine AND {alive} \
-           RETURNING cur.place, l.expires_at_ms, {VERSION} AS version) \
+           RETURNING cur.place, l.expires_at_ms, {VERSION} AS version, t.now {PLUS} cur.ttl AS asked) \
          SELECT u.place, u.expires_at_ms, true, NULL::pg_catalog.text, NULL::pg_catalog.text, u.version FROM u \
+           WHERE u.expires_at_ms {GE} u.asked \
          UNION ALL \
          SELECT cur.place, NULL, cur.key IS NOT NULL, CASE WHEN cur.key IS NULL THEN l.lock_id ELSE cur.lock_id END, \
            COALESCE(cur.fence, l.fence), NULL FROM cur CROSS JOIN t \

@@ -316,7 +316,7 @@ fn insert(tables: &Tables, (fence, now): (&str, &str), source: &str, conflict: &
            INSERT INTO {locks} AS l (key, lock_id, expires_at_ms, acquired_at_ms, fence, user_key) \
            SELECT $1, $4, {now} {PLUS} $5, {now}, pg_catalog.lpad({fence}::pg_catalog.text, 15, '0'), $3 \
            FROM {source} \
-           ON CONFLICT (key) DO {conflict} RETURNING l.expires_at_ms, l.fence, {VERSION} AS version)"
+           ON CONFLICT (key) DO {conflict} RETURNING l.expires_at_ms, l.fence, l.lock_id, {VERSION} AS version)"
     )
 }
 
@@ -332,9 +332,9 @@ fn write(tables: &Tables) -> String {
     format!("{}, {}", raise(tables, "FROM ok"), insert(tables, ("f.fence", "ok.now"), "f, ok", &upsert))
 }
 
-/// Fails the message if the counter was raised and the row was not written: a burnt fence must not
-/// be committed. (Division by zero, 22012, which nothing else here can raise.)
-const ALL_OR_NOTHING: &str = "1 OPERATOR(pg_catalog./) (CASE WHEN EXISTS (SELECT 1 FROM f) AND NOT EXISTS (SELECT 1 FROM u) THEN 0 ELSE 1 END)";
+/// Fails the message if the counter was raised and the row does not carry our lock id, `$4`: it was not
+/// written, or a trigger has put the old one back. A burnt fence must not be committed. (Division by zero, 22012, which nothing else here can raise.)
+const ALL_OR_NOTHING: &str = "1 OPERATOR(pg_catalog./) (CASE WHEN EXISTS (SELECT 1 FROM f) AND NOT EXISTS (SELECT 1 FROM u WHERE u.lock_id OPERATOR(pg_catalog.=) $4) THEN 0 ELSE 1 END)";
 
 fn grant(tables: &Tables) -> String {
     format!(

@@ -13,7 +13,7 @@ const STATEMENTS: [(&str, &str); 26] = [
     ),
     ("the counter is taken or skipped", "FOR NO KEY UPDATE OF c SKIP LOCKED)"),
     ("the upsert decides again", "user_key = EXCLUDED.user_key \\\n         WHERE NOT {alive}\""),
-    ("all or nothing", "(CASE WHEN EXISTS (SELECT 1 FROM f) AND NOT EXISTS (SELECT 1 FROM u)"),
+    ("all or nothing", "(CASE WHEN EXISTS (SELECT 1 FROM f) AND NOT EXISTS (SELECT 1 FROM u WHERE"),
     ("release and extend lock the row by its id", "WHERE l.lock_id {EQ} $1 FOR UPDATE"),
     (
         "a renewal skips a busy row",
