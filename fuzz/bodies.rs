@@ -1,4 +1,4 @@
-//! What the fuzz targets check. `tests/security_fuzz.rs` runs the same on random input.
+//! What the fuzz targets check. `tests/pure/security_fuzz.rs` runs the same on random input.
 //!
 //! Each takes any bytes, and panics if the library does something that it must not do. Nothing here
 //! talks to a server.

@@ -143,11 +143,11 @@ test_on_version() {
     shift
     bindir=$(scripts/fetch-postgres "$major") ||
         die "PostgreSQL $major was NOT tested: it could not be fetched. To test the installed version alone: SYNCGUARD_ONE_VERSION=1"
-    for name in "$@"; do tests+=(--test "$name"); done
+    for name in "$@"; do tests+=("$name::"); done
     # A fifth of the random histories per version: they are played in full on the installed one.
     env -u SYNCGUARD_TEST_URL SYNCGUARD_TEST_PG_BINDIR="$bindir" \
         SYNCGUARD_SEQUENCES="${SYNCGUARD_SEQUENCES:-2000}" \
-        cargo test --locked --all-features --no-fail-fast "${tests[@]}"
+        cargo test --locked --all-features --no-fail-fast --test it --test process -- "${tests[@]}"
 }
 
 # --- a throwaway server ----------------------------------------------------------------------

@@ -5,6 +5,7 @@
 //! foreign code runs or a backend is asked.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::Thread;
@@ -90,14 +91,13 @@ pub(super) struct LostLine {
     reason: LostReason,
 }
 
-impl LostLine {
-    pub(super) fn write(&self) {
-        log::warn!(
-            "the lease of key #{} with fencing token {} is lost: {}; work that it protects must stop",
-            hash_key(&self.key),
-            self.fence,
-            self.reason
-        );
+impl fmt::Display for LostLine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (hash, fence, reason) = (hash_key(&self.key), self.fence, self.reason);
+        write!(
+            f,
+            "the lease of key #{hash} with fencing token {fence} is lost: {reason}; work that it protects must stop"
+        )
     }
 }
 

@@ -86,7 +86,7 @@ pub(super) fn drain(engine: &Engine, go_on: impl Fn() -> bool) {
 
 fn do_job(engine: &Engine, job: Job) {
     match job {
-        Job::Log(lines) => lines.iter().for_each(|line| quietly(|| line.write())),
+        Job::Log(lines) => lines.iter().for_each(|line| quietly(|| log::warn!("{line}"))),
         Job::Renew(due) => renew(engine, due),
         Job::Settle(deferred) => {
             quietly(|| settle_deferred(engine, *deferred));

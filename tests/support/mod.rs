@@ -39,6 +39,7 @@
 #![allow(clippy::indexing_slicing, clippy::missing_panics_doc)]
 
 pub mod account;
+mod alone;
 pub mod binaries;
 pub mod bouncer;
 pub mod clock;
@@ -65,6 +66,7 @@ pub mod wait;
 pub mod wire;
 pub mod worker;
 
+pub use alone::alone;
 pub use cluster::{Config, Stop};
 pub use place::{Call, Place, TTL, place};
 pub use proxy::{Action, Network, Proxy};

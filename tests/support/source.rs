@@ -7,7 +7,7 @@ use std::str::FromStr as _;
 use proc_macro2::{Delimiter, LexError, Spacing, TokenStream, TokenTree};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub(crate) enum Kind {
     Word,
     Literal,
     /// One character, or `::`, or `'` of a lifetime.
@@ -15,29 +15,29 @@ pub enum Kind {
 }
 
 #[derive(Clone, Debug)]
-pub struct Token {
-    pub kind: Kind,
-    pub text: String,
-    pub line: usize,
+pub(crate) struct Token {
+    pub(crate) kind: Kind,
+    pub(crate) text: String,
+    pub(crate) line: usize,
 }
 
 /// `a::b::c`, with what stood in braces after `::` taken apart.
 #[derive(Clone, Debug)]
-pub struct NamePath {
-    pub names: Vec<String>,
-    pub line: usize,
+pub(crate) struct NamePath {
+    pub(crate) names: Vec<String>,
+    pub(crate) line: usize,
 }
 
 /// One file, without comments, documentation and whatever is `#[cfg(test)]`.
 #[derive(Clone, Debug)]
-pub struct Source {
+pub(crate) struct Source {
     /// Path from the top of the repository, with `/`.
-    pub file: String,
+    pub(crate) file: String,
     /// `["postgres", "sql"]`; empty for lib.rs.
-    pub module: Vec<String>,
-    pub tokens: Vec<Token>,
+    pub(crate) module: Vec<String>,
+    pub(crate) tokens: Vec<Token>,
     /// Lines that are more than a comment.
-    pub lines: usize,
+    pub(crate) lines: usize,
 }
 
 /// Words that may stand before `::name`.
@@ -45,7 +45,7 @@ const KEYWORDS: [&str; 14] =
     ["as", "dyn", "else", "for", "if", "impl", "in", "match", "move", "mut", "pub", "return", "use", "where"];
 
 /// Every Rust file under a directory of the repository.
-pub fn read_all(top: &Path, dir: &str) -> Vec<Source> {
+pub(crate) fn read_all(top: &Path, dir: &str) -> Vec<Source> {
     let mut files = Vec::new();
     walk(&top.join(dir), &mut |path| files.push(path.to_owned()));
     files.retain(|path| path.extension().is_some_and(|extension| extension == "rs"));
@@ -60,7 +60,7 @@ pub fn read_all(top: &Path, dir: &str) -> Vec<Source> {
 
 /// Visits all files below a directory, hidden directories and build output left out. In a worktree, `.git` is
 /// a file.
-pub fn walk(dir: &Path, visit: &mut impl FnMut(&Path)) {
+pub(crate) fn walk(dir: &Path, visit: &mut impl FnMut(&Path)) {
     for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
         let (path, name) = (entry.path(), entry.file_name().to_string_lossy().into_owned());
         if !path.is_dir() {
@@ -75,7 +75,7 @@ pub fn walk(dir: &Path, visit: &mut impl FnMut(&Path)) {
 }
 
 impl Source {
-    pub fn parse(file: &str, text: &str) -> Result<Self, LexError> {
+    pub(crate) fn parse(file: &str, text: &str) -> Result<Self, LexError> {
         let mut tokens = Vec::new();
         flatten(TokenStream::from_str(text)?, &mut tokens);
         let path = file.strip_prefix("src/").unwrap_or(file).trim_end_matches(".rs");
@@ -86,15 +86,15 @@ impl Source {
     }
 
     /// The name of the file's top module; empty for lib.rs.
-    pub fn top(&self) -> &str {
+    pub(crate) fn top(&self) -> &str {
         self.module.first().map_or("", String::as_str)
     }
 
-    pub fn words(&self) -> impl Iterator<Item = &Token> {
+    pub(crate) fn words(&self) -> impl Iterator<Item = &Token> {
         self.tokens.iter().filter(|token| token.kind == Kind::Word)
     }
 
-    pub fn literals(&self) -> impl Iterator<Item = &Token> {
+    pub(crate) fn literals(&self) -> impl Iterator<Item = &Token> {
         self.tokens.iter().filter(|token| token.kind == Kind::Literal)
     }
 
@@ -107,13 +107,13 @@ impl Source {
     }
 
     /// Places of a word that is followed by this sign.
-    pub fn followed_by<'a>(&'a self, word: &'a str, sign: &'a str) -> impl Iterator<Item = &'a Token> {
+    pub(crate) fn followed_by<'a>(&'a self, word: &'a str, sign: &'a str) -> impl Iterator<Item = &'a Token> {
         let here = move |(at, token): &(usize, &Token)| token.text == word && self.text(at + 1) == sign;
         self.tokens.iter().enumerate().filter(here).map(|(_, token)| token)
     }
 
     /// The names of `static` items; a `'static` lifetime is none.
-    pub fn statics(&self) -> impl Iterator<Item = &Token> {
+    pub(crate) fn statics(&self) -> impl Iterator<Item = &Token> {
         let item = |at: &usize| {
             self.text(*at) == "static" && at.checked_sub(1).is_none_or(|before| self.text(before) != "'")
         };
@@ -122,7 +122,7 @@ impl Source {
     }
 
     /// All names that the code uses, from their first part on.
-    pub fn paths(&self) -> Vec<NamePath> {
+    pub(crate) fn paths(&self) -> Vec<NamePath> {
         let mut found = Vec::new();
         let mut at = 0;
         while at < self.tokens.len() {
@@ -163,7 +163,7 @@ impl Source {
     }
 
     /// The functions of the file: name, and the tokens from the name to the end of the body.
-    pub fn functions(&self) -> Vec<(&str, &[Token])> {
+    pub(crate) fn functions(&self) -> Vec<(&str, &[Token])> {
         let mut found = Vec::new();
         for at in 0..self.tokens.len() {
             if self.text(at) != "fn" || !self.is_word(at + 1) {

@@ -193,7 +193,7 @@ impl Worker {
 
     fn command(test: &str, part: &str, args: &[(&str, &str)]) -> Command {
         let mut command = Command::new(env::current_exe().expect("a program knows its file"));
-        command.args([test, "--exact", "--nocapture", "--test-threads=1"]).env(PART, part);
+        command.args([&*full_name(test), "--exact", "--nocapture", "--test-threads=1"]).env(PART, part);
         command.envs(args.iter().map(|(name, value)| (variable(name), value)));
         command
     }
@@ -237,6 +237,19 @@ impl Drop for Worker {
     fn drop(&mut self) {
         self.kill();
     }
+}
+
+/// The test's name with the modules that it is in: a test's thread bears it, as long as tests run at
+/// the same time.
+fn full_name(test: &str) -> String {
+    let ends_so = |name: &str| name.strip_suffix(test).is_some_and(|path| path.ends_with("::"));
+    let filter = env::args().nth(1).filter(|name| ends_so(name));
+    thread::current()
+        .name()
+        .filter(|name| ends_so(name))
+        .map(str::to_owned)
+        .or(filter)
+        .unwrap_or_else(|| test.to_owned())
 }
 
 fn variable(name: &str) -> String {

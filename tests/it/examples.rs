@@ -1,0 +1,413 @@
+//! The examples do what they say, on a real server and as real processes.
+
+use std::collections::BTreeSet;
+use std::env;
+use std::fs;
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::net::TcpStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use crate::support::{LIMIT, TestSchema, together, wait_until};
+
+type Done = Result<(), Box<dyn std::error::Error>>;
+
+/// Builds the examples and the C interface as this test was built, and says where they are. After a
+/// plain `cargo test` most of it is there; after `cargo test --test examples` it may be old or missing.
+fn built() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let test = env::current_exe().expect("a program knows its file");
+        let profile_dir = test.parent().and_then(Path::parent).expect("tests are built into PROFILE/deps");
+        let profile = match profile_dir.file_name().and_then(|name| name.to_str()) {
+            Some("debug") => "dev",
+            other => other.expect("a profile has a name"),
+        };
+        let target = profile_dir.parent().expect("a profile is in a target directory");
+        let status = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
+            .args(["build", "--quiet", "-p", "syncguard", "-p", "syncguard-ffi", "--lib", "--examples"])
+            .args(["--profile", profile, "--target-dir"])
+            .arg(target)
+            .current_dir(env!("CARGO_MANIFEST_DIR"))
+            .status();
+        assert!(status.is_ok_and(|status| status.success()), "the examples build");
+        profile_dir.to_owned()
+    })
+}
+
+fn example(name: &str, url: &str) -> Command {
+    let mut command = Command::new(built().join("examples").join(name));
+    command.env("SYNCGUARD_URL", url).stdin(Stdio::null());
+    command
+}
+
+/// A process that is killed when the test ends.
+struct Process(Child);
+
+impl Process {
+    fn start(command: &mut Command) -> Self {
+        Self(command.spawn().expect("the example starts"))
+    }
+
+    fn signal(&self, name: &str) {
+        let sent = Command::new("kill").args(["-s", name, &self.0.id().to_string()]).status();
+        assert!(sent.is_ok_and(|status| status.success()), "kill -s {name}");
+    }
+
+    /// Its end, which must come by itself.
+    fn end(&mut self) -> ExitStatus {
+        let mut status = None;
+        wait_until(LIMIT, "the example ends", || {
+            status = self.0.try_wait().expect("our child can be waited for");
+            status.is_some()
+        });
+        status.expect("it has ended")
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// A directory of this test's own.
+struct Dir(PathBuf);
+
+impl Dir {
+    fn new() -> Self {
+        let path = env::temp_dir().join(format!("syncguard_examples_{}", crate::support::unique()));
+        fs::create_dir(&path).expect("the temporary directory can be written");
+        Self(path)
+    }
+}
+
+impl Drop for Dir {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+// ---- quickstart
+
+fn quickstart(schema: &TestSchema, args: &[&str]) -> String {
+    let output = example("quickstart", &schema.url()).args(args).output().expect("it runs");
+    let said = text(&output.stdout);
+    assert!(output.status.success(), "{said}\n{}", text(&output.stderr));
+    said
+}
+
+#[test]
+fn quickstart_loses_no_update_though_a_holder_is_killed() {
+    let schema = crate::support::schema();
+    let said = quickstart(&schema, &["--ttl", "1", "--rounds", "3"]);
+    assert!(said.ends_with("No update was lost.\n"), "{said}");
+    assert!(said.contains("KILLED while it holds the lock") && said.contains("TAKE-OVER"), "{said}");
+    // Three processes do three rounds, the killed one does one.
+    assert!(said.contains("reported as done: 10. Balance: 10."), "{said}");
+    assert!(said.contains("11 grants, from 1 to 11, each above the one before"), "{said}");
+    assert!(!said.contains('\x1b'), "no colours in a pipe");
+}
+
+#[test]
+fn quickstart_without_the_lock_loses_updates() {
+    let said = quickstart(&crate::support::schema(), &["--without-lock"]);
+    let lost = said.split_once("LOST UPDATES: ").and_then(|(_, rest)| rest.split_once('.'));
+    let lost: u32 = lost.and_then(|(number, _)| number.parse().ok()).expect("it says how many");
+    assert!(lost > 0, "{said}");
+}
+
+#[test]
+fn quickstart_says_what_to_do_without_an_address() {
+    let output = example("quickstart", "").output().expect("it runs");
+    assert_eq!(output.status.code(), Some(2));
+    assert!(text(&output.stderr).contains("scripts/demo"), "{}", text(&output.stderr));
+}
+
+// ---- late_writer
+
+#[test]
+fn a_late_write_is_lost_work_without_a_fence_and_refused_with_one() {
+    let output = example("late_writer", &crate::support::schema().url()).output().expect("it runs");
+    let said = text(&output.stdout);
+    assert!(output.status.success(), "{said}\n{}", text(&output.stderr));
+    let acts: Vec<&str> = said.trim_end().split("\n\n").collect();
+    let [bare, transaction, beside] = acts.as_slice() else { panic!("{said}") };
+    assert!(
+        bare.contains("pays 1 in: done")
+            && bare.ends_with("the balance is 101: the second holder's 10 are LOST"),
+        "{bare}"
+    );
+    for act in [transaction, beside] {
+        assert!(
+            act.contains("pays 1 in: refused") && act.ends_with("the balance is 110: nothing is lost"),
+            "{act}"
+        );
+    }
+}
+
+// ---- threaded_server
+
+/// A running server and its address.
+fn http_server(url: &str) -> (Process, String) {
+    let mut process = Process::start(example("threaded_server", url).stdout(Stdio::piped()));
+    let mut line = String::new();
+    let stdout = process.0.stdout.as_mut().expect("stdout is piped");
+    BufReader::new(stdout).read_line(&mut line).expect("it speaks");
+    let address = line.trim().strip_prefix("listening on http://").expect("it says where it listens");
+    (process, address.to_owned())
+}
+
+/// The status, the headers and the body of an answer.
+fn http(address: &str, method: &str, path: &str, body: &str) -> (u16, String, String) {
+    let mut stream = TcpStream::connect(address).expect("the server listens");
+    stream.set_read_timeout(Some(LIMIT)).expect("a time-out can be set");
+    let length = body.len();
+    let head =
+        format!("{method} {path} HTTP/1.1\r\nHost: test\r\nConnection: close\r\nContent-Length: {length}");
+    write!(stream, "{head}\r\n\r\n{body}").expect("the server reads");
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).expect("the server answers");
+    let (head, body) = answer.split_once("\r\n\r\n").expect("an answer has a head");
+    let status =
+        head.split(' ').nth(1).and_then(|status| status.parse().ok()).expect("an answer has a status");
+    (status, head.to_ascii_lowercase(), body.trim().to_owned())
+}
+
+#[test]
+fn two_http_servers_lose_no_deposit() {
+    let schema = crate::support::schema();
+    let servers = [http_server(&schema.url()), http_server(&schema.url())];
+    let done = AtomicUsize::new(0);
+    let busy = AtomicUsize::new(0);
+    let balances = together(8, |thread| {
+        let address = &servers.get(thread % 2).expect("two servers").1;
+        let mut seen = Vec::new();
+        while seen.len() < 10 {
+            let (status, head, body) = http(address, "POST", "/accounts/alice/deposits", "3");
+            match status {
+                200 => {
+                    done.fetch_add(1, Ordering::Relaxed);
+                    seen.push(body);
+                }
+                503 => {
+                    assert!(head.contains("retry-after: "), "{head}");
+                    assert!(busy.fetch_add(1, Ordering::Relaxed) < 1000, "{body}");
+                }
+                _ => panic!("{status}: {body}"),
+            }
+        }
+        seen
+    });
+    assert_eq!(done.into_inner(), 80);
+    // Every deposit saw a balance of its own: none overwrote another.
+    let all: BTreeSet<_> = balances.into_iter().flatten().collect();
+    assert_eq!(all.len(), 80);
+    assert_eq!(http(&servers[0].1, "GET", "/accounts/alice", "").2, "240");
+    assert_eq!(http(&servers[1].1, "GET", "/nowhere", "").0, 404);
+    for (mut process, _) in servers {
+        process.signal("TERM");
+        let mut said = String::new();
+        process.0.stdout.take().expect("stdout is piped").read_to_string(&mut said).expect("it speaks");
+        assert!(process.end().success());
+        assert!(said.contains("nothing left behind: true"), "{said}");
+    }
+    assert_eq!(rows(&schema), 0, "no lease is left");
+}
+
+#[test]
+fn a_busy_account_is_answered_with_503_and_retry_after() -> Done {
+    let schema = crate::support::schema();
+    let (_process, address) = http_server(&schema.url());
+    let client = syncguard::PgLockClient::connect(&schema.url())?;
+    let guard = client.lock("example:account:bob")?;
+    let (status, head, _) = http(&address, "POST", "/accounts/bob/deposits", "1");
+    assert_eq!(status, 503);
+    assert!(head.contains("retry-after: 1"), "{head}");
+    guard.release()?;
+    assert_eq!(http(&address, "POST", "/accounts/bob/deposits", "1").2, "1");
+    Ok(())
+}
+
+fn rows(schema: &TestSchema) -> i64 {
+    let row = schema.client().query_one("SELECT count(*) FROM syncguard_locks", &[]);
+    row.expect("the lock table is there").get(0)
+}
+
+// ---- batch_job
+
+fn batch_job(schema: &TestSchema, args: &[&str]) -> Command {
+    let mut command = example("batch_job", &schema.url());
+    command.args(args);
+    command
+}
+
+#[test]
+fn batch_job_passes_on_the_commands_end_and_tells_it_the_fence() {
+    let schema = crate::support::schema();
+    let output = batch_job(&schema, &["key", "--", "sh", "-c", "echo $SYNCGUARD_FENCE; exit 3"]).output();
+    let output = output.expect("it runs");
+    assert_eq!(output.status.code(), Some(3), "{}", text(&output.stderr));
+    assert_eq!(text(&output.stdout), "000000000000001\n");
+    assert_eq!(rows(&schema), 0, "the lock was let go");
+    for (command, code) in [("kill -9 $$", 137), ("exec /nowhere/nothing", 127)] {
+        let status = batch_job(&schema, &["key", "--", "sh", "-c", command]).stderr(Stdio::null()).status();
+        assert_eq!(status.expect("it runs").code(), Some(code), "{command}");
+    }
+    let missing = batch_job(&schema, &["key", "--", "/nowhere/nothing"]).output().expect("it runs");
+    assert_eq!(missing.status.code(), Some(127));
+}
+
+#[test]
+fn batch_job_answers_busy_with_a_code_of_its_own() -> Done {
+    let schema = crate::support::schema();
+    let client = syncguard::PgLockClient::connect(&schema.url())?;
+    let guard = client.lock("key")?;
+    for (args, code) in [
+        (&["--wait", "0", "key", "--", "true"][..], 75),
+        (&["--wait", "0.2", "key", "--", "true"], 75),
+        (&["--wait", "0", "--busy-code", "9", "key", "--", "true"], 9),
+    ] {
+        assert_eq!(batch_job(&schema, args).status()?.code(), Some(code), "{args:?}");
+    }
+    guard.release()?;
+    assert!(batch_job(&schema, &["--wait", "0", "key", "--", "true"]).status()?.success());
+    Ok(())
+}
+
+/// Starts a job whose command leaves its process id, and that of a child of its own, in files.
+fn long_job(schema: &TestSchema, dir: &Dir, options: &[&str], script: &str) -> Process {
+    let mut command = batch_job(schema, options);
+    command.args(["key", "--", "sh", "-c", script]).current_dir(&dir.0);
+    // What a failed test leaves running must not keep the test runner's pipes open.
+    command.stdout(Stdio::null()).stderr(Stdio::null());
+    let process = Process::start(&mut command);
+    let file = dir.0.join("ready");
+    wait_until(LIMIT, "the command runs", || file.is_file());
+    process
+}
+
+fn lives(dir: &Dir, file: &str) -> bool {
+    let pid = fs::read_to_string(dir.0.join(file)).expect("the command left its process id");
+    match fs::read_to_string(format!("/proc/{}/stat", pid.trim())) {
+        Ok(stat) => !stat.contains(") Z "),
+        Err(_) => Command::new("sh")
+            .args(["-c", "kill -0 \"$0\" 2>/dev/null", pid.trim()])
+            .status()
+            .is_ok_and(|status| status.success()),
+    }
+}
+
+/// Neither the shell nor its child listens to SIGTERM.
+const STUBBORN: &str = "trap '' TERM; sleep 100 & echo $! >child; echo $$ >self; touch ready; wait";
+
+#[test]
+fn batch_job_stops_its_command_when_the_lock_is_lost() -> Done {
+    let (schema, dir) = (crate::support::schema(), Dir::new());
+    let mut job = long_job(&schema, &dir, &["--ttl", "2"], STUBBORN);
+    schema.client().execute("DELETE FROM syncguard_locks", &[])?;
+    assert_eq!(job.end().code(), Some(76));
+    for file in ["self", "child"] {
+        wait_until(LIMIT, "the whole group has ended", || !lives(&dir, file));
+    }
+    Ok(())
+}
+
+#[test]
+fn batch_job_stops_its_command_before_the_lease_is_over() -> Done {
+    let (schema, dir) = (crate::support::schema(), Dir::new());
+    // Does not listen to SIGTERM either, and leaves the last second in which it worked.
+    let script = "trap '' TERM; echo $$ >self; while :; do \
+                  date +%s >new; mv new worked_at; touch ready; sleep 0.02; done";
+    let mut job = long_job(&schema, &dir, &["--ttl", "2", "--lost-code", "9"], script);
+    // Renewals find the table locked and get no answer; only this session can read the row.
+    let mut blocker = schema.client();
+    let mut transaction = blocker.transaction()?;
+    transaction.batch_execute("LOCK TABLE syncguard_locks IN ACCESS EXCLUSIVE MODE")?;
+    wait_until(LIMIT, "the command has ended", || !lives(&dir, "self"));
+    let end: i64 = transaction.query_one("SELECT expires_at_ms FROM syncguard_locks", &[])?.get(0);
+    let worked_at: i64 = fs::read_to_string(dir.0.join("worked_at"))?.trim().parse()?;
+    // From a second after the end on somebody else could have had the lock.
+    assert!(worked_at * 1000 < end + 1000, "worked at {worked_at} s, the lease ended at {end} ms");
+    transaction.rollback()?;
+    assert_eq!(job.end().code(), Some(9));
+    Ok(())
+}
+
+#[test]
+fn batch_job_passes_signals_on() {
+    let (schema, dir) = (crate::support::schema(), Dir::new());
+    let script = "trap 'exit 5' TERM; echo $$ >self; touch ready; while :; do sleep 0.05; done";
+    let mut job = long_job(&schema, &dir, &[], script);
+    job.signal("TERM");
+    assert_eq!(job.end().code(), Some(5), "the command's own answer to the signal");
+    assert_eq!(rows(&schema), 0, "the lock was let go");
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_killed_batch_job_takes_its_command_with_it() {
+    let (schema, dir) = (crate::support::schema(), Dir::new());
+    let mut job = long_job(&schema, &dir, &[], "echo $$ >self; touch ready; while :; do sleep 0.05; done");
+    job.signal("KILL");
+    job.end();
+    wait_until(LIMIT, "the command has ended", || !lives(&dir, "self"));
+}
+
+// ---- the C interface
+
+#[test]
+fn two_c_programs_lose_no_transfer() -> Done {
+    let (schema, dir) = (crate::support::schema(), Dir::new());
+    let program = compile(&dir, built());
+    let accounts = dir.0.join("accounts");
+    fs::write(&accounts, "100 0\n")?;
+    let statuses = together(2, |_| {
+        let mut command = Command::new(&program);
+        command.args([schema.url(), schema.name().to_owned()]).arg(&accounts).arg("30");
+        Process::start(&mut command).end()
+    });
+    assert!(statuses.iter().all(ExitStatus::success), "{statuses:?}");
+    assert_eq!(fs::read_to_string(&accounts)?, "40 60\n");
+    assert_eq!(rows(&schema), 0, "no lease is left");
+
+    let output = Command::new(&program).args(["nonsense", schema.name(), "no-file", "1"]).output()?;
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stderr).starts_with("connect: InvalidArgument: "), "{}", text(&output.stderr));
+    Ok(())
+}
+
+fn compile(dir: &Dir, libraries: &Path) -> PathBuf {
+    let top = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let program = dir.0.join("transfer");
+    let mut rpath = std::ffi::OsString::from("-Wl,-rpath,");
+    rpath.push(libraries);
+    let output = Command::new("cc")
+        .args(["-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror", "-I"])
+        .arg(top.join("ffi/include"))
+        .arg(top.join("ffi/examples/transfer.c"))
+        .arg("-o")
+        .arg(&program)
+        .arg("-L")
+        .arg(libraries)
+        .args(["-lsyncguard_ffi".as_ref(), rpath.as_os_str()])
+        .output()
+        .expect("a C compiler is installed (cc)");
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    program
+}
+
+#[test]
+fn own_backend_fulfils_every_case_of_the_contract() {
+    let output = example("own_backend", "").output().expect("the example runs");
+    let said = text(&output.stdout);
+    assert!(output.status.success(), "{said}{}", text(&output.stderr));
+    assert!(said.contains("fulfils all") && !said.contains(" 0 cases"), "{said}");
+}

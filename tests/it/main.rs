@@ -1,0 +1,80 @@
+//! The library against a real PostgreSQL server.
+//!
+//! | file | what it shows |
+//! | --- | --- |
+//! | `advisory` | Session locks on a real server: who gets them, how they end, what they leave behind. |
+//! | `advisory_limits` | Many session locks: thousands of keys and tries, a hundred and fifty guards, a lock table that is full, and |
+//! | `advisory_poolers` | Session locks through a real pooler: refused where sessions are shared, taken where they are not. |
+//! | `advisory_refusals` | Where session locks are refused, as they would exclude nobody; and what they do not need. |
+//! | `advisory_sql` | The SQL helpers: they agree with the library, say what they do, and come and go without a trace. |
+//! | `advisory_standby` | Session locks and a physical standby: refused there, gone with a failover, and told so. |
+//! | `advisory_storm` | Session locks under everything at once: short deadlines, releases, drops of every kind, terminated |
+//! | `advisory_waiting` | Session locks under contention: turns, waits and how they end, and what many of them leave behind. |
+//! | `altered_tables` | Tables and databases that somebody has changed: each error names what is in the way, and what to do. |
+//! | `cancellation` | A token ends every wait and nothing else: not a commit that is under way, not a release. |
+//! | `collations` | A collation that changes under the indexes: tables of ours do not depend on it, and others are |
+//! | `compat_typescript` | Beside the TypeScript SyncGuard, which shares the tables: its rows are ours and ours are its, and |
+//! | `concurrency` | One holder per key and ever greater fences, whoever comes from wherever at the same time. |
+//! | `contract_postgres` | The contract of a backend, on PostgreSQL: the plain client, one with telemetry, one on a caller's |
+//! | `edges` | The rule of liveness at its edge, to the millisecond, on PostgreSQL: with a server whose clock stands |
+//! | `environments` | Nothing that a session carries changes an answer: the contract, a renewal, a session lock, the |
+//! | `examples` | The examples do what they say, on a real server and as real processes. |
+//! | `fast_paths` | Statements that are called often, which the driver prepares itself: what is true of a call must be |
+//! | `fences` | Fence counters: one per key, never lower, never beyond the limit, whatever fails. |
+//! | `grants` | The rights of `docs/security.md`, as they stand there: each role can do its work with them, and |
+//! | `guards` | What a guard does while it lives: it is renewed, it notices that its lease is lost, it lets go. |
+//! | `holding` | How long a lock is held: heartbeats, min_hold, max_hold, leases without a guard. |
+//! | `idle_connections` | Idle connections that lead nowhere, or to a standby; places of a caller's pool that come free without a word. |
+//! | `limits` | The ends of every range: times, keys, counters, rows that nobody should have written. |
+//! | `locking` | Waiting for a lock, and how long it is held: the options, one by one and together. |
+//! | `losses` | Leases that are lost, how their holders learn it, and troubles that lose none. |
+//! | `operators` | What operators see, and the two ways to take rows away. |
+//! | `pools` | Connections: our own pool, a caller's, and servers that refuse, restart or say nothing. |
+//! | `protocol_races` | Races between two sessions, in every order that matters, with pauses that a test decides. |
+//! | `schema_setup` | How the two tables come to be: by the library, by a migration, by twenty processes at once. |
+//! | `security` | Names, rows, paths and configuration that somebody chose who means no good: they are refused, or |
+//! | `sequences` | Random histories of a few clients on a few keys, played on PostgreSQL and on the backend in memory, |
+//! | `server_settings` | The library on servers, roles and pools that are set up in ways it did not choose. |
+//! | `session_limits` | What a session is left with when a call's time is over, refused or cancelled: limits in the server |
+//! | `several_hosts` | Lists of hosts: silent ones, sockets beside TCP, standbys, and names without a name server. |
+//! | `swallowed_changes` | Triggers that swallow a change: a row that was found and not changed is an error that says so, and |
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod advisory;
+mod advisory_limits;
+mod advisory_poolers;
+mod advisory_refusals;
+mod advisory_sql;
+mod advisory_standby;
+mod advisory_storm;
+mod advisory_waiting;
+mod altered_tables;
+mod cancellation;
+mod collations;
+mod compat_typescript;
+mod concurrency;
+mod contract_postgres;
+mod edges;
+mod environments;
+mod examples;
+mod fast_paths;
+mod fences;
+mod grants;
+mod guards;
+mod holding;
+mod idle_connections;
+mod limits;
+mod locking;
+mod losses;
+mod operators;
+mod pools;
+mod protocol_races;
+mod schema_setup;
+mod security;
+mod sequences;
+mod server_settings;
+mod session_limits;
+mod several_hosts;
+mod swallowed_changes;

@@ -1,0 +1,139 @@
+//! What a commit promises, seen by a trigger that runs at its very end.
+
+use super::*;
+
+/// Notes, at the commit of every change to the tables, under what settings it is made.
+fn probe(place: &Place) {
+    let schema = place.schema.name();
+    place.stored.run(&format!(
+        "CREATE TABLE probe (what text, durable text, isolation text, read_only text, waits bool, pauses bool); \
+         GRANT INSERT ON probe TO PUBLIC; \
+         CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN \
+           INSERT INTO {schema}.probe VALUES (TG_TABLE_NAME || ' ' || TG_OP, current_setting('synchronous_commit'), \
+             current_setting('transaction_isolation'), current_setting('transaction_read_only'), \
+             current_setting('lock_timeout') <> '0' AND current_setting('statement_timeout') <> '0', \
+             current_setting('idle_in_transaction_session_timeout') <> '0'); \
+           RETURN NULL; END $$; \
+         CREATE CONSTRAINT TRIGGER noted AFTER INSERT OR UPDATE OR DELETE ON syncguard_locks \
+           DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION note(); \
+         CREATE CONSTRAINT TRIGGER noted AFTER INSERT OR UPDATE OR DELETE ON syncguard_fence_counters \
+           DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION note()"
+    ));
+}
+
+/// The commits since the last call, as `what durable`.
+fn commits(place: &Place) -> Vec<String> {
+    let rows =
+        place.stored.client().query("DELETE FROM probe RETURNING what, durable, isolation, read_only", &[]);
+    rows.unwrap()
+        .iter()
+        .map(|row| {
+            let column = |n: usize| row.get::<_, String>(n);
+            assert_eq!((column(2).as_str(), column(3).as_str()), ("read committed", "off"));
+            format!("{} {}", column(0), column(1))
+        })
+        .collect()
+}
+
+#[test]
+fn a_grant_and_an_extension_are_durable_and_a_release_need_not_be() {
+    let place = place();
+    probe(&place);
+    let role = Role::new(&place.schema);
+    place.stored.run(&format!(
+        "GRANT ALL ON ALL TABLES IN SCHEMA {} TO {}",
+        place.schema.name(),
+        role.name()
+    ));
+    role.set(&place.schema, "default_transaction_isolation", "serializable");
+    role.set(&place.schema, "default_transaction_read_only", "on");
+    // What the role has, and what a grant must have: never less than a flush here.
+    let levels = [
+        ("off", "on"),
+        ("local", "on"),
+        ("on", "on"),
+        ("remote_write", "remote_write"),
+        ("remote_apply", "remote_apply"),
+    ];
+    for (level, durable) in levels {
+        role.set(&place.schema, "synchronous_commit", level);
+        for (pool, two) in [(false, false), (false, true), (true, false), (true, true)] {
+            let client = client(PgLockClient::builder(), role.config(), pool).unwrap();
+            let key = place.key(&format!("{level} {two} {pool}"));
+            let grant = LockBackend::acquire(&client, &key, TTL, &token(two)).unwrap().acquired().unwrap();
+            let seen = commits(&place);
+            assert_eq!(
+                seen,
+                [
+                    format!("syncguard_fence_counters INSERT {durable}"),
+                    format!("syncguard_locks INSERT {durable}")
+                ],
+                "acquire, {level}, {two}"
+            );
+            let extended = LockBackend::extend(&client, &grant.lock_id, TTL, &token(two)).unwrap();
+            assert!(matches!(extended, ExtendOutcome::Extended { .. }));
+            assert_eq!(
+                commits(&place),
+                [format!("syncguard_locks UPDATE {durable}")],
+                "extend, {level}, {two}"
+            );
+            let deadline = syncguard::Clock::system().now().after(LIMIT);
+            let renewal = syncguard::Renewal {
+                key: &key,
+                lock_id: &grant.lock_id,
+                fence: syncguard::Fence::new(1).unwrap(),
+                version: None,
+                ttl: TTL,
+            };
+            client.renew(&[renewal], deadline).remove(0).unwrap();
+            assert_eq!(
+                commits(&place),
+                [format!("syncguard_locks UPDATE {durable}")],
+                "renew, {level}, {two}"
+            );
+            LockBackend::release(&client, &grant.lock_id, &token(two)).unwrap();
+            assert_eq!(commits(&place), ["syncguard_locks DELETE off"], "release, {level}, {two}");
+        }
+    }
+}
+
+#[test]
+fn an_attempt_that_is_asked_for_again_commits_as_durably() {
+    let place = place();
+    probe(&place);
+    let role = Role::new(&place.schema);
+    place.stored.run(&format!(
+        "GRANT ALL ON ALL TABLES IN SCHEMA {} TO {}",
+        place.schema.name(),
+        role.name()
+    ));
+    role.set(&place.schema, "synchronous_commit", "off");
+    let client = role.connect(PgLockClient::builder()).unwrap();
+    let (key, id) = (place.key("a"), crate::support::id("mine"));
+    let deadline = syncguard::Clock::system().now().after(LIMIT);
+    let attempt = syncguard::Attempt { key: &key, lock_id: &id, ttl: TTL, deadline };
+    let first = client.attempt(&attempt, &token(false)).unwrap();
+    commits(&place);
+    for two in FORMS {
+        assert_eq!(client.attempt(&attempt, &token(two)).unwrap(), first);
+        // It writes: a transaction that only reads would not wait for a standby.
+        assert_eq!(commits(&place), ["syncguard_locks UPDATE on"]);
+    }
+}
+
+#[test]
+fn every_wait_in_the_server_is_bounded_there_and_a_pause_between_two_messages_too() {
+    let place = place();
+    probe(&place);
+    for (pool, two) in [(false, false), (false, true), (true, false), (true, true)] {
+        let client = client(PgLockClient::builder(), place.schema.config(), pool).unwrap();
+        let key = place.key(&format!("{two} {pool}"));
+        let grant = LockBackend::acquire(&client, &key, TTL, &token(two)).unwrap().acquired().unwrap();
+        LockBackend::extend(&client, &grant.lock_id, TTL, &token(two)).unwrap();
+        LockBackend::release(&client, &grant.lock_id, &token(two)).unwrap();
+        let row = place.stored.one("SELECT count(*), bool_and(waits), bool_and(pauses) FROM probe", &[]);
+        assert_eq!((row.get::<_, i64>(0), row.get::<_, bool>(1)), (4, true));
+        assert!(!two || row.get::<_, bool>(2), "a caller's pool: {pool}");
+        place.stored.run("DELETE FROM probe");
+    }
+}

@@ -1,0 +1,173 @@
+//! Triggers that swallow a change: a row that was found and not changed is an error that says so, and
+//! never an answer, whatever the operation and its form.
+
+// A test that fails panics.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+use std::fmt::Debug;
+use std::time::Duration;
+
+use crate::support::{Place, TTL, id, place};
+use syncguard::{
+    Attempt, CancelToken, Clock, ErrorCode, LockBackend, LockError, LockOptions, ReleaseOutcome, Renewal,
+};
+
+/// One message or two: whether the call has a token to look at in between.
+const FORMS: [bool; 2] = [false, true];
+
+fn token(two_messages: bool) -> CancelToken {
+    if two_messages { CancelToken::new() } else { CancelToken::never() }
+}
+
+const LOCKS: &str = "syncguard_locks";
+const COUNTERS: &str = "syncguard_fence_counters";
+
+impl Trigger<'_> {
+    /// A function of somebody's own, called for each row before it is changed.
+    fn new<'a>(place: &'a Place, table: &'static str, event: &str, body: &str) -> Trigger<'a> {
+        place.stored.run(&format!(
+            "CREATE OR REPLACE FUNCTION in_the_way() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN {body}; END $$; \
+             CREATE TRIGGER in_the_way BEFORE {event} ON {table} FOR EACH ROW EXECUTE FUNCTION in_the_way()"
+        ));
+        Trigger { place, table }
+    }
+}
+
+/// A trigger, dropped with the value.
+struct Trigger<'a> {
+    place: &'a Place,
+    table: &'static str,
+}
+
+impl Drop for Trigger<'_> {
+    fn drop(&mut self) {
+        self.place.stored.run(&format!("DROP TRIGGER in_the_way ON {}", self.table));
+    }
+}
+
+#[track_caller]
+fn says_what_is_in_the_way<T: Debug>(answer: Result<T, LockError>) {
+    let error = answer.expect_err("a swallowed change is no answer");
+    assert_eq!((error.code(), error.is_outcome_unknown()), (ErrorCode::Internal, false), "{error:?}");
+    assert!(error.to_string().contains("trigger"), "{error}");
+}
+
+#[test]
+fn a_release_whose_delete_is_swallowed_is_an_error_and_the_lease_lives_on() {
+    let place = place();
+    let soft = "UPDATE syncguard_locks SET user_key = 'gone' WHERE key = OLD.key; RETURN NULL";
+    for body in ["RETURN NULL", soft] {
+        for two_messages in FORMS {
+            let grant = place.hold("k");
+            let trigger = Trigger::new(&place, LOCKS, "DELETE", body);
+            says_what_is_in_the_way(LockBackend::release(
+                &place.client,
+                &grant.lock_id,
+                &token(two_messages),
+            ));
+            assert_eq!(place.stored.row("k").unwrap().lock_id, grant.lock_id);
+            drop(trigger);
+            let released = LockBackend::release(&place.client, &grant.lock_id, &token(two_messages)).unwrap();
+            assert_eq!(released, ReleaseOutcome::Released);
+        }
+    }
+}
+
+#[test]
+fn an_acquire_whose_row_is_swallowed_is_an_error_and_not_contention() {
+    let place = place();
+    for two_messages in FORMS {
+        let acquire = |key: &str| LockBackend::acquire(&place.client, key, TTL, &token(two_messages));
+        let trigger = Trigger::new(&place, LOCKS, "INSERT", "RETURN NULL");
+        says_what_is_in_the_way(acquire("new"));
+        let options = LockOptions::new().timeout(Duration::from_secs(60));
+        says_what_is_in_the_way(place.client.lock_with("new", &options));
+        drop(trigger);
+        assert_eq!(place.stored.counter("new"), None, "no fence is burnt");
+
+        place.stored.write("over", &id("old"), -5_000, 3);
+        for body in ["RETURN NULL", "RETURN OLD"] {
+            let trigger = Trigger::new(&place, LOCKS, "UPDATE", body);
+            says_what_is_in_the_way(acquire("over"));
+            drop(trigger);
+        }
+        assert_eq!(place.stored.counter("over"), Some(3), "no fence is burnt");
+    }
+}
+
+#[test]
+fn an_acquire_whose_counter_is_swallowed_is_an_error_that_does_not_call_it_exhausted() {
+    let place = place();
+    for two_messages in FORMS {
+        let acquire = |key: &str| LockBackend::acquire(&place.client, key, TTL, &token(two_messages));
+        let trigger = Trigger::new(&place, COUNTERS, "INSERT OR UPDATE", "RETURN NULL");
+        says_what_is_in_the_way(acquire("new"));
+        place.stored.write("over", &id("old"), -5_000, 3);
+        says_what_is_in_the_way(acquire("over"));
+        says_what_is_in_the_way(place.client.operator().break_lock("over", "a test"));
+        drop(trigger);
+        assert_eq!(place.stored.row("new"), None);
+        assert_eq!(place.stored.row("over").unwrap().lock_id, id("old"));
+    }
+}
+
+#[test]
+fn an_attempt_that_cannot_confirm_its_own_row_is_an_error() {
+    let place = place();
+    place.stored.run(
+        "CREATE TRIGGER redundant BEFORE UPDATE ON syncguard_locks \
+         FOR EACH ROW EXECUTE FUNCTION suppress_redundant_updates_trigger()",
+    );
+    for two_messages in FORMS {
+        let (key, lock_id) = (place.key(if two_messages { "two" } else { "one" }), id("mine"));
+        let deadline = Clock::system().now().after(TTL);
+        let attempt = || {
+            let attempt = Attempt { key: &key, lock_id: &lock_id, ttl: TTL, deadline };
+            LockBackend::attempt(&place.client, &attempt, &token(two_messages))
+        };
+        assert!(attempt().unwrap().acquired().is_some());
+        says_what_is_in_the_way(attempt());
+        place.stored.remove(&key);
+    }
+}
+
+#[test]
+fn operators_are_told_what_was_not_taken_away() {
+    let place = place();
+    let grant = place.hold("k");
+    place.stored.write("over", &id("old"), -60_000, 1);
+    let trigger = Trigger::new(&place, LOCKS, "DELETE", "RETURN NULL");
+    says_what_is_in_the_way(place.client.operator().break_lock("k", "a test"));
+    assert_eq!(place.stored.counter("k"), Some(1), "a lock that was not broken keeps its fence");
+    says_what_is_in_the_way(place.client.operator().cleanup_expired(10));
+    drop(trigger);
+    assert_eq!(place.client.operator().cleanup_expired(10).unwrap(), 1);
+    assert_eq!(place.client.operator().break_lock("k", "a test").unwrap().fence.get(), grant.fence.get() + 1);
+}
+
+#[test]
+fn an_extend_or_renewal_that_is_swallowed_is_an_error_and_the_lease_keeps_its_end() {
+    let place = place();
+    for body in ["RETURN NULL", "RETURN OLD"] {
+        for two_messages in FORMS {
+            let grant = place.hold("k");
+            let before = place.stored.row("k");
+            let trigger = Trigger::new(&place, LOCKS, "UPDATE", body);
+            let longer = TTL * 2;
+            says_what_is_in_the_way(LockBackend::extend(
+                &place.client,
+                &grant.lock_id,
+                longer,
+                &token(two_messages),
+            ));
+            let renewal =
+                Renewal { key: "k", lock_id: &grant.lock_id, fence: grant.fence, ttl: longer, version: None };
+            let deadline = Clock::system().now().after(crate::support::LIMIT);
+            let answer = LockBackend::renew(&place.client, &[renewal], deadline).remove(0);
+            says_what_is_in_the_way(answer);
+            drop(trigger);
+            assert_eq!(place.stored.row("k"), before);
+            place.client.release(&grant.lock_id).unwrap();
+        }
+    }
+}

@@ -1,0 +1,443 @@
+//! The house rules that a compiler does not check: who may use whom, and what must not be there.
+//!
+//! Every rule is a function from a source to the places that break it, and each is tried on a
+//! source that does.
+
+#![allow(clippy::expect_used, clippy::panic, reason = "a test says by a panic what it did not expect")]
+
+// Of the shared module this needs one file only.
+#[allow(dead_code, unreachable_pub, reason = "shared by test binaries")]
+use std::path::Path;
+use std::{fs, iter};
+
+use crate::source::{Source, Token, read_all, walk};
+
+/// A module imports only from modules with a lower number. A new top-level module needs a line here.
+const FLOORS: [(&str, u8); 11] = [
+    ("client", 7),
+    ("lock", 6),
+    ("advisory", 6),
+    ("diagnostics", 6),
+    ("postgres", 5),
+    ("memory", 5),
+    ("telemetry", 5),
+    ("backend", 4),
+    ("model", 3),
+    ("cancel", 2),
+    ("error", 1),
+];
+
+/// Not even where the floors allow it.
+const NEVER: [(&str, &str); 1] = [("lock", "postgres")];
+
+const DRIVERS: [&str; 5] = ["postgres", "tokio_postgres", "postgres_protocol", "r2d2", "r2d2_postgres"];
+
+/// The modules that may name the driver.
+const MAY_NAME_DRIVERS: [&str; 3] = ["postgres", "advisory", "client"];
+
+/// The one `static`: where a monotonic clock that has no origin of its own starts to count.
+const STATICS: [(&str, &str); 1] = [("src/model/time.rs", "START")];
+
+const MAX_LINES: usize = 500;
+
+fn top() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+/// Applies a rule to the whole of src/.
+#[track_caller]
+fn check(rule: impl Fn(&Source) -> Vec<String>) {
+    let sources = read_all(top(), "src");
+    assert!(sources.iter().any(|source| source.file == "src/lib.rs"), "src/ was not found");
+    let broken: Vec<String> = sources.iter().flat_map(rule).collect();
+    assert!(broken.is_empty(), "\n{}\n", broken.join("\n"));
+}
+
+/// How often a rule finds something in this text.
+fn count(rule: impl Fn(&Source) -> Vec<String>, file: &str, text: &str) -> usize {
+    rule(&Source::parse(file, text).expect("the sample is Rust")).len()
+}
+
+fn at(source: &Source, line: usize, what: &str) -> String {
+    format!("{}:{line}: {what}", source.file)
+}
+
+fn each<'a>(source: &Source, tokens: impl Iterator<Item = &'a Token>, what: &str) -> Vec<String> {
+    tokens.map(|token| at(source, token.line, &format!("`{}`: {what}", token.text))).collect()
+}
+
+fn floor(module: &str) -> Option<u8> {
+    FLOORS.iter().find(|(name, _)| *name == module).map(|(_, floor)| *floor)
+}
+
+/// The name behind `crate::`, also when it is reached by way of `super::`; none for a path that
+/// begins elsewhere.
+fn from_the_top(source: &Source, names: &[String]) -> Option<String> {
+    let ups = names.iter().take_while(|name| *name == "super").count();
+    let (base, rest) = match names.first().map(String::as_str)? {
+        "crate" => (Vec::new(), names.get(1..)?),
+        "self" => (source.module.clone(), names.get(1..)?),
+        "super" => {
+            let keep = source.module.len().checked_sub(ups)?;
+            (source.module.get(..keep)?.to_vec(), names.get(ups..)?)
+        }
+        _ => return None,
+    };
+    base.iter().chain(rest).next().cloned()
+}
+
+fn arrows(source: &Source) -> Vec<String> {
+    let here = source.top();
+    // lib.rs has everything below it.
+    if here.is_empty() {
+        return Vec::new();
+    }
+    let Some(own) = floor(here) else {
+        return vec![format!(
+            "{}: the module `{here}` has no place in the house: give it one in FLOORS",
+            source.file
+        )];
+    };
+    let mut broken = Vec::new();
+    for path in source.paths() {
+        let Some(target) = from_the_top(source, &path.names).filter(|target| target != here) else {
+            continue;
+        };
+        let name = path.names.join("::");
+        match floor(&target) {
+            None => {
+                broken.push(at(source, path.line, &format!("`{name}` comes from lib.rs: name its module")));
+            }
+            Some(_) if NEVER.contains(&(here, target.as_str())) => {
+                broken.push(at(source, path.line, &format!("`{here}` must not use `{target}` (`{name}`)")));
+            }
+            Some(other) if other >= own => {
+                broken.push(at(source, path.line, &format!("`{target}` is not below `{here}` (`{name}`)")));
+            }
+            Some(_) => {}
+        }
+    }
+    broken
+}
+
+#[test]
+fn modules_import_only_from_below() {
+    check(arrows);
+}
+
+#[test]
+fn an_arrow_that_points_up_is_found() {
+    let broken = [
+        "use crate::client::PgLockClient;",
+        "fn f() { crate::client::go() }",
+        "fn f() { assert!(crate::client::go()); }",
+        "use super::client::PgLockClient;",
+        "use crate::{error::Result, telemetry::X as Y};",
+        "use crate::{error::{self, Result}, lock};",
+        "pub(crate) use crate::postgres::*;",
+        "use crate::LockError;",
+        "use super::*;",
+        "use crate::unheard_of::X;",
+        "#[cfg(feature = \"x\")] use crate::client::X;",
+        "#[cfg(test)] mod tests { } use crate::client::X;",
+    ];
+    for text in broken {
+        assert_eq!(count(arrows, "src/backend.rs", text), 1, "{text}");
+    }
+    let fine = [
+        "use crate::model::{fence::Fence, time::Clock};",
+        "/// [`x`](crate::client::X)\nfn f() {}",
+        "//! [`x`](crate::client::X)",
+        "// crate::client::X",
+        "const X: &str = \"crate::client::X\";",
+        "#[cfg(test)]\nmod tests { use crate::client::X; use super::*; }",
+        "#[cfg(test)] use crate::{client, lock};",
+        "pub(crate) fn f(x: client::X) {}",
+    ];
+    for text in fine {
+        assert_eq!(count(arrows, "src/backend.rs", text), 0, "{text}");
+    }
+    assert_eq!(
+        count(arrows, "src/lock/guard.rs", "use super::super::advisory::X; use super::lease::Lease;"),
+        1
+    );
+    assert_eq!(
+        count(arrows, "src/lock/mod.rs", "use crate::postgres::X; use self::guard::G; use super::cancel::C;"),
+        1
+    );
+    assert_eq!(count(arrows, "src/client.rs", "use crate::{postgres::X, lock::Y, error::Z};"), 0);
+    assert_eq!(count(arrows, "src/lib.rs", "pub use crate::client::PgLockClient;"), 0);
+    assert_eq!(count(arrows, "src/novelty.rs", ""), 1);
+}
+
+fn drivers(source: &Source) -> Vec<String> {
+    if MAY_NAME_DRIVERS.contains(&source.top()) {
+        return Vec::new();
+    }
+    let names_driver = |path: &crate::source::NamePath| {
+        let first = path.names.first().map_or("", String::as_str);
+        // In lib.rs the word is our own module.
+        path.names.len() > 1 && DRIVERS.contains(&first) && !(source.top().is_empty() && first == "postgres")
+    };
+    let broken = source.paths().into_iter().filter(names_driver);
+    let rule = format!("the driver is named in {MAY_NAME_DRIVERS:?} only");
+    broken.map(|path| at(source, path.line, &format!("`{}`: {rule}", path.names.join("::")))).collect()
+}
+
+#[test]
+fn the_driver_is_named_by_the_adapter_only() {
+    check(drivers);
+}
+
+#[test]
+fn a_name_of_the_driver_is_found() {
+    let texts = [
+        "use postgres::Client;",
+        "use ::postgres::Client;",
+        "fn f(c: &mut postgres::Client) {}",
+        "use {r2d2::Pool, std::fmt};",
+        "impl From<tokio_postgres::Error> for E {}",
+    ];
+    for text in texts {
+        assert_eq!(count(drivers, "src/error.rs", text), 1, "{text}");
+        assert_eq!(count(drivers, "src/postgres/session.rs", text), 0, "{text}");
+        assert_eq!(count(drivers, "src/advisory/guard.rs", text), 0, "{text}");
+    }
+    assert_eq!(count(drivers, "src/error.rs", "let postgres = 1; use crate::postgres::X; // r2d2::Pool"), 0);
+    assert_eq!(count(drivers, "src/lib.rs", "mod postgres; pub use postgres::X;"), 0);
+}
+
+fn no_unsafe(source: &Source) -> Vec<String> {
+    each(source, source.words().filter(|word| word.text == "unsafe"), "this crate has no unsafe code")
+}
+
+fn no_globals(source: &Source) -> Vec<String> {
+    let allowed = |token: &&Token| STATICS.contains(&(source.file.as_str(), token.text.as_str()));
+    let statics = source.statics().filter(|token| !allowed(token));
+    let mut broken = each(source, statics, "there is no global state; a constant is a `const`");
+    broken.extend(each(source, source.followed_by("thread_local", "!"), "there is no global state"));
+    broken
+}
+
+fn no_printing(source: &Source) -> Vec<String> {
+    let macros = ["println", "print", "eprintln", "eprint", "dbg"].into_iter();
+    macros.flat_map(|name| each(source, source.followed_by(name, "!"), "a library logs")).collect()
+}
+
+fn no_wall_clock(source: &Source) -> Vec<String> {
+    if !["postgres", "lock"].contains(&source.top()) {
+        return Vec::new();
+    }
+    let clocks = source.words().filter(|word| ["SystemTime", "UNIX_EPOCH"].contains(&word.text.as_str()));
+    each(source, clocks, "the server's clock judges a lease, a monotonic one its holder")
+}
+
+#[test]
+fn there_is_no_unsafe_code() {
+    check(no_unsafe);
+    let manifest = fs::read_to_string(top().join("Cargo.toml")).expect("Cargo.toml is there");
+    assert!(manifest.contains("unsafe_code = \"forbid\""));
+    assert_eq!(
+        count(no_unsafe, "src/error.rs", "fn f() { unsafe { g() } } // unsafe\nconst X: &str = \"unsafe\";"),
+        1
+    );
+}
+
+#[test]
+fn there_is_no_global_state() {
+    check(no_globals);
+    let text = "static A: u8 = 0; static mut B: u8 = 0; thread_local! { static C: u8 = 0; } fn f(x: &'static str) {}";
+    assert_eq!(count(no_globals, "src/error.rs", text), 4);
+    assert_eq!(
+        count(no_globals, "src/error.rs", "const A: &'static str = \"static\"; fn f<T: 'static>(t: T) {}"),
+        0
+    );
+}
+
+#[test]
+fn nothing_is_printed() {
+    check(no_printing);
+    assert_eq!(
+        count(
+            no_printing,
+            "src/error.rs",
+            "fn f() { println!(\"a\"); std::eprintln!(); dbg!(1); } // println!"
+        ),
+        3
+    );
+    assert_eq!(
+        count(no_printing, "src/error.rs", "/// ```\n/// println!();\n/// ```\nfn print() { print() }"),
+        0
+    );
+}
+
+#[test]
+fn leases_are_not_judged_by_the_wall_clock() {
+    check(no_wall_clock);
+    assert_eq!(count(no_wall_clock, "src/lock/lease.rs", "fn f() { std::time::SystemTime::now(); }"), 1);
+    assert_eq!(count(no_wall_clock, "src/telemetry.rs", "fn f() { std::time::SystemTime::now(); }"), 0);
+}
+
+/// Files where what is computed decides which rows are meant.
+const IDENTITY_FILES: [&str; 6] = [
+    "src/model/key.rs",
+    "src/model/lock_id.rs",
+    "src/postgres/sql.rs",
+    "src/postgres/held.rs",
+    "src/postgres/schema.rs",
+    "src/advisory/key.rs",
+];
+
+/// The display hash collides; it may label something, never identify it.
+fn display_hash(source: &Source) -> Vec<String> {
+    let careful = IDENTITY_FILES.contains(&source.file.as_str());
+    let identifies = |name: &str| {
+        name == "owns" || ["storage_key", "fence_key", "advisory_key"].iter().any(|part| name.contains(part))
+    };
+    let functions = source.functions().into_iter();
+    let wrong = functions.filter(|(name, _)| identifies(name) || (careful && *name != "fmt"));
+    let uses =
+        wrong.filter_map(|(name, body)| Some((name, body.iter().find(|token| token.text == "hash_key")?)));
+    uses.map(|(name, token)| {
+        at(source, token.line, &format!("`hash_key` in `{name}`: it is a label, no key"))
+    })
+    .collect()
+}
+
+#[test]
+fn the_display_hash_identifies_nothing() {
+    check(display_hash);
+    let label = "use hash::hash_key; impl Debug for K { fn fmt(&self) -> R { write(hash_key(k)) } }";
+    assert_eq!(count(display_hash, "src/model/key.rs", label), 0);
+    assert_eq!(
+        count(display_hash, "src/model/key.rs", "fn digest(k: [u8; 2]) -> [u8; 2] { hash_key(k) }"),
+        1
+    );
+    assert_eq!(
+        count(display_hash, "src/diagnostics.rs", "fn get() { hash_key(k) } fn owns() { hash_key(k) }"),
+        1
+    );
+    assert_eq!(count(display_hash, "src/memory.rs", "fn make_fence_key(); fn label() { hash_key(k) }"), 0);
+}
+
+/// What SQL text deletes, truncates or drops, if it may be the table of fences.
+fn fences_destroyed(sql: &str) -> Vec<String> {
+    let mut found = Vec::new();
+    for statement in sql.to_lowercase().replace("\\n", " ").split(';') {
+        let clean = statement.replace(|c: char| !(c.is_alphanumeric() || "_{}.".contains(c)), " ");
+        let words: Vec<&str> =
+            clean.split_whitespace().filter(|word| !["only", "if", "exists"].contains(word)).collect();
+        for (n, word) in words.iter().enumerate() {
+            let rest = words.get(n + 1..).unwrap_or_default();
+            let targets = match (*word, rest.first().copied()) {
+                ("delete", Some("from")) => rest.get(1..2).unwrap_or_default(),
+                ("drop", Some("table" | "schema" | "owned" | "index")) | ("truncate", Some(_)) => rest,
+                _ => continue,
+            };
+            // A placeholder without a name may be anything.
+            let bad =
+                |target: &&&str| target.contains("fence") || target.contains("{}") || target.contains("{0");
+            found.extend(targets.iter().filter(bad).map(|target| format!("{word} … {target}")));
+        }
+    }
+    found
+}
+
+fn fences_stay(source: &Source) -> Vec<String> {
+    let found =
+        source.literals().flat_map(|literal| iter::repeat(literal.line).zip(fences_destroyed(&literal.text)));
+    found
+        .map(|(line, what)| at(source, line, &format!("`{what}`: a fence counter is never removed")))
+        .collect()
+}
+
+#[test]
+fn no_statement_removes_a_fence_counter() {
+    check(fences_stay);
+    // Absent until the set-up exists; checked from then on.
+    let schema = fs::read_to_string(top().join("schema.sql")).unwrap_or_default();
+    let statements = schema.lines().map(|line| line.split("--").next().unwrap_or_default());
+    let schema = statements.collect::<Vec<_>>().join("\n");
+    assert_eq!(fences_destroyed(&schema), Vec::<String>::new());
+
+    let broken = [
+        "DELETE FROM \"syncguard_fence_counters\" WHERE true",
+        "DELETE FROM ONLY {schema}.{fence_table}",
+        "SELECT 1; delete from {} WHERE x",
+        "TRUNCATE locks, fences",
+        "TRUNCATE TABLE {fences}",
+        "DROP TABLE IF EXISTS public.fence_counters",
+        "WITH gone AS (DELETE FROM {fences} RETURNING 1) SELECT 1",
+    ];
+    for sql in broken {
+        let code = format!("fn f() {{ run({sql:?}) }}");
+        assert_eq!(count(fences_stay, "src/postgres/sql.rs", &code), 1, "{sql}");
+    }
+    let fine = [
+        "DELETE FROM {locks} WHERE fence = $1",
+        "drop the guard, then the fence",
+        "UPDATE fences SET fence = 1",
+    ];
+    for sql in fine {
+        assert_eq!(fences_destroyed(sql), Vec::<String>::new(), "{sql}");
+    }
+}
+
+/// Comments are not counted: nobody shall save on reasons.
+fn not_too_long(source: &Source) -> Vec<String> {
+    let long = source.lines > MAX_LINES;
+    long.then(|| format!("{}: {} lines without comments, the most is {MAX_LINES}", source.file, source.lines))
+        .into_iter()
+        .collect()
+}
+
+#[test]
+fn no_file_is_too_long_to_read_in_one_sitting() {
+    check(not_too_long);
+    let contract = read_all(top(), "contract/src");
+    assert!(!contract.is_empty(), "the contract suite was not found");
+    assert_eq!(contract.iter().flat_map(not_too_long).collect::<Vec<_>>(), Vec::<String>::new());
+    assert_eq!(count(not_too_long, "src/error.rs", &"\n".repeat(MAX_LINES)), 0);
+    assert_eq!(count(not_too_long, "src/error.rs", &"\n".repeat(MAX_LINES + 1)), 1);
+    assert_eq!(count(not_too_long, "src/error.rs", &"/// words\n".repeat(MAX_LINES + 1)), 0);
+}
+
+/// Directories of somebody's machine, written apart so that this file does not mention them.
+const LOCAL: [[&str; 2]; 5] =
+    [["/wo", "rk/"], ["/tmp", "/h/"], ["/ro", "ot/"], ["/ho", "me/"], ["/Us", "ers/"]];
+
+fn local_paths(text: &str) -> Vec<(usize, &str)> {
+    let names = |line: &str, dir: &str| {
+        line.match_indices(dir).any(|(at, _)| {
+            let before = line.get(..at).and_then(|before| before.chars().next_back());
+            let after = line.get(at + dir.len()..).unwrap_or_default();
+            // Not the middle of a longer path or of a URL; where Homebrew lives is public.
+            before.is_none_or(|c| !c.is_alphanumeric() && !"._-/}$".contains(c))
+                && !after.starts_with("linuxbrew")
+        })
+    };
+    let lines = text.lines().enumerate();
+    lines
+        .filter(|(_, line)| LOCAL.iter().any(|dir| names(line, &dir.concat())))
+        .map(|(n, line)| (n + 1, line))
+        .collect()
+}
+
+#[test]
+fn no_file_mentions_a_path_of_somebodys_machine() {
+    let mut broken = Vec::new();
+    let mut files = 0;
+    walk(top(), &mut |path| {
+        // What is not text is no document.
+        let Ok(text) = fs::read_to_string(path) else { return };
+        files += 1;
+        let name = path.strip_prefix(top()).unwrap_or(path).display().to_string();
+        broken.extend(local_paths(&text).into_iter().map(|(line, text)| format!("{name}:{line}: {text}")));
+    });
+    assert!(files > 10, "only {files} files were read");
+    assert!(broken.is_empty(), "\n{}\n", broken.join("\n"));
+    for dir in LOCAL {
+        assert_eq!(local_paths(&format!("see `{}x`", dir.concat())).len(), 1);
+        assert_eq!(local_paths(&format!("https://example.org{}x", dir.concat())).len(), 0);
+    }
+}

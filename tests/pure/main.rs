@@ -1,0 +1,31 @@
+//! What needs no server: values, the memory backend, telemetry over it, and the sources and documents
+//! of the project themselves.
+//!
+//! | file | what it shows |
+//! | --- | --- |
+//! | `architecture` | The house rules that a compiler does not check: who may use whom, and what must not be there. |
+//! | `documents` | What the documents say about the repository is true, where a machine can tell: links lead |
+//! | `memory` | The memory backend's own powers: time, faults, losses, and calls that hang. |
+//! | `memory_contract` | The contract, on the memory backend: bare, under telemetry, and on the system's time. |
+//! | `own_code` | A program's own tests, written as its author would: with the public documentation and nothing else. |
+//! | `public_contract` | The names and shapes that other programs are written against. It has to compile: what is moved, |
+//! | `requirements` | Every requirement has a proof that exists: requirements.tsv names, for each, the tests that show it |
+//! | `security_fuzz` | What the fuzz targets in `fuzz/` check, on random input: bytes of any kind, and pieces of what the |
+//! | `specification` | What all SyncGuard clients have in common and no other test says: constants, names, what is not |
+//! | `telemetry` | The decorator: what it reports, and that nothing a callback does reaches an operation. |
+//! | `values` | Values that every SyncGuard client computes alike: vectors/keys.json comes from another |
+
+#[path = "../support/source.rs"]
+mod source;
+
+mod architecture;
+mod documents;
+mod memory;
+mod memory_contract;
+mod own_code;
+mod public_contract;
+mod requirements;
+mod security_fuzz;
+mod specification;
+mod telemetry;
+mod values;
