@@ -156,6 +156,7 @@ pub mod memory;
 mod model;
 mod postgres;
 pub mod telemetry;
+mod threads;
 
 pub use advisory::{
     AdvisoryGuard, AdvisoryKey, AdvisoryLost, AdvisoryOptions, AdvisorySession, DEFAULT_MAX_HOLD,

@@ -8,9 +8,7 @@
 //! One mutex, the board, held for a few map operations; a hold's own state is never locked under it.
 
 use std::collections::{HashMap, VecDeque};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
-use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::advisory::hold::{Hold, Taken};
@@ -20,6 +18,7 @@ use crate::advisory::{AdvisoryLost, monitor, session};
 use crate::error::{ErrorCode, LockError, Result};
 use crate::model::time::{Clock, Moment};
 use crate::postgres::{Connection, PostgresBackend};
+use crate::threads;
 
 /// How long the threads stay when the last guard is gone, so that a row of short locks does not
 /// start them again and again.
@@ -232,8 +231,7 @@ impl Crew {
 
     fn spawn(self: &Arc<Self>, name: &str, run: fn(&Arc<Self>)) -> Result<()> {
         let crew = Arc::clone(self);
-        let thread = thread::Builder::new().name(name.to_owned()).spawn(move || run(&crew));
-        thread.map(drop).map_err(|cause| {
+        threads::spawn(name, move || run(&crew)).map(drop).map_err(|cause| {
             LockError::new(ErrorCode::Internal)
                 .with_message("the system gave no thread to look after the session lock with")
                 .with_source(cause)
@@ -256,18 +254,6 @@ impl Drop for Visit<'_> {
         drop(board);
         if awaited {
             self.0.progress.notify_all();
-        }
-    }
-}
-
-/// Runs something on a background thread, which must survive its panic.
-pub(super) fn contained<R>(call: impl FnOnce() -> R) -> Option<R> {
-    match catch_unwind(AssertUnwindSafe(call)) {
-        Ok(value) => Some(value),
-        Err(payload) => {
-            // A payload's own Drop may panic as well.
-            std::mem::forget(payload);
-            None
         }
     }
 }

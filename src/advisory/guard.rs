@@ -1,7 +1,6 @@
 //! What the holder of a session lock has.
 
 use std::fmt;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -13,6 +12,7 @@ use crate::advisory::session::let_go;
 use crate::backend::ReleaseResult;
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
+use crate::threads::{not_here, quietly};
 
 /// A held session lock, with the connection that it lives on. Let go when it is dropped, and at the
 /// latest when its `max_hold` is over (unless its options keep it).
@@ -22,7 +22,7 @@ use crate::error::{ErrorCode, LockError, Result};
 /// There is no fence here; where late writes must be impossible, take a lease and a fenced transaction.
 ///
 /// Dropping it unlocks on this thread, for at most the client's `dispose_timeout`. Inside an async
-/// runtime and while unwinding from a panic a thread of the client takes over. `Drop` never panics;
+/// runtime, where thread-locals are gone and while unwinding from a panic a thread of the client takes over. `Drop` never panics;
 /// what goes wrong is logged, and the connection is closed, which frees the lock as well.
 #[must_use = "the lock is let go at once if the guard is not bound to a variable: use `let _guard = …`, not `let _ = …`"]
 pub struct AdvisoryGuard {
@@ -145,7 +145,7 @@ impl AdvisoryGuard {
             return;
         }
         self.crew.dismiss(&self.hold);
-        if tokio::runtime::Handle::try_current().is_ok() || std::thread::panicking() {
+        if not_here() || std::thread::panicking() {
             self.crew.submit(&self.hold);
         } else if let Err(error) = self.let_go(self.drop_limit) {
             log::warn!("the session lock {} ends with its connection: {}", self.hold.key, error.chain());
@@ -155,10 +155,7 @@ impl AdvisoryGuard {
 
 impl Drop for AdvisoryGuard {
     fn drop(&mut self) {
-        if let Err(payload) = catch_unwind(AssertUnwindSafe(|| self.dispose())) {
-            // A payload's own Drop may panic as well.
-            std::mem::forget(payload);
-        }
+        quietly(|| self.dispose());
     }
 }
 

@@ -4,8 +4,9 @@ use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::advisory::AdvisoryLost;
-use crate::advisory::crew::{Board, Crew, Held, LINGER, Stage, contained};
+use crate::advisory::crew::{Board, Crew, Held, LINGER, Stage};
 use crate::model::time::Moment;
+use crate::threads::contained;
 
 /// How long a session may be silent before its lock counts as lost, whatever the session thread does.
 const PATIENCE: Duration = Duration::from_secs(10);

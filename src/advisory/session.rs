@@ -1,10 +1,9 @@
 //! The session thread: all of the I/O that no caller does.
 
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::advisory::crew::{Crew, Held, LINGER, Stage, contained};
+use crate::advisory::crew::{Crew, Held, LINGER, Stage};
 use crate::advisory::hold::{After, Taken};
 use crate::advisory::{AdvisoryLost, sql};
 use crate::backend::ReleaseResult;
@@ -12,6 +11,7 @@ use crate::cancel::CancelToken;
 use crate::error::Result;
 use crate::model::time::Moment;
 use crate::postgres::{Connection, Session, Trouble};
+use crate::threads::{contained, hand_over};
 
 /// How often each connection is looked at, without asking the server anything.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
@@ -187,15 +187,7 @@ fn discard(mut connection: Connection) {
     if connection.is_guarded() {
         return connection.discard();
     }
-    let slot = Arc::new(Mutex::new(Some(connection)));
-    let there = Arc::clone(&slot);
-    let closing = thread::Builder::new().name("syncguard-close".to_owned());
-    let spawned = closing.spawn(move || drop(there.lock().unwrap_or_else(PoisonError::into_inner).take()));
-    if spawned.is_err()
-        && let Some(connection) = slot.lock().unwrap_or_else(PoisonError::into_inner).take()
-    {
-        connection.abandon();
-    }
+    hand_over(connection, drop);
 }
 
 /// Looks at one lock's connection. Whether the server was asked.

@@ -17,6 +17,7 @@ use crate::error::{LockError, Result};
 use crate::lock::{ClientSettings, LockClient, OnReleaseError, ReleaseErrorContext};
 use crate::postgres::{Connector, Names, PostgresBackend, Settings, Source, parse_url};
 use crate::telemetry::{TelemetryOptions, with_telemetry};
+use crate::threads::Foreign;
 
 /// What a [`PgLockClient`] is built with. Setters never fail: what is wrong is said by
 /// [`connect`](Self::connect) and its kin, before anything is sent.
@@ -162,7 +163,7 @@ impl PgLockClientBuilder {
         mut self,
         callback: impl Fn(&LockError, &ReleaseErrorContext) + Send + Sync + 'static,
     ) -> Self {
-        self.on_release_error = Some(Arc::new(callback));
+        self.on_release_error = Some(Foreign::new(Arc::new(callback)));
         self
     }
 

@@ -7,11 +7,12 @@ use std::time::{Duration, Instant};
 
 use crate::backend::LostReason;
 use crate::lock::crew::Deferred;
-use crate::lock::engine::{Engine, in_async_runtime};
-use crate::lock::report::{ReleaseSource, quietly};
+use crate::lock::engine::Engine;
+use crate::lock::report::ReleaseSource;
 use crate::lock::wake::{LOOK, guard};
 use crate::lock::worker;
 use crate::model::time::Moment;
+use crate::threads::{hand_over, not_here, quietly};
 
 /// What closing a client did with the leases it had.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -176,15 +177,11 @@ fn join(engine: &Engine, end: Instant) -> bool {
     true
 }
 
-/// Closes the backend where no worker does it, and never inside an async runtime.
+/// Closes the backend where no worker does it, and never where it must not be used.
 fn close_backend(engine: &Arc<Engine>) {
-    if !in_async_runtime() {
+    if not_here() {
+        hand_over(Arc::clone(engine), |engine| engine.backend.close());
+    } else {
         quietly(|| engine.backend.close());
-        return;
     }
-    let engine = Arc::clone(engine);
-    // Without a thread the backend's idle resources stay until it is dropped.
-    let _ = std::thread::Builder::new().name("syncguard-close".to_owned()).spawn(move || {
-        quietly(|| engine.backend.close());
-    });
 }

@@ -2,7 +2,8 @@
 //!
 //! Who keeps what alive: clients and guards share a [`Handle`]; the last handle ends the engine. The
 //! worker holds the engine, the timer only the crew, so the backend is dropped by the worker or by
-//! whoever holds the last handle; never inside an async runtime, where drivers panic.
+//! whoever holds the last handle; never inside an async runtime or
+//! where thread-locals are gone: drivers panic there.
 //!
 //! After a fork the child has no threads, and its copies of the mutexes may be locked for ever by
 //! threads that it has not got: there nothing is locked, nothing is asked and nothing is dropped. Its
@@ -18,10 +19,11 @@ use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::lock::crew::{Crew, Deferred};
 use crate::lock::queue::Queue;
-use crate::lock::report::{OnReleaseError, quietly};
+use crate::lock::report::OnReleaseError;
 use crate::lock::wake::{LOOK, Sleepers, guard};
 use crate::lock::{timer, worker};
 use crate::model::time::{Clock, Moment};
+use crate::threads::{drop_legally, hand_over, locals_gone, not_here, quietly, spawn};
 
 pub(super) struct Engine {
     pub(super) backend: Arc<dyn LockBackend>,
@@ -149,8 +151,8 @@ impl Engine {
         Entered(self)
     }
 
-    /// Leaves a lease to the worker, or, where there is none any more, lets it go at once; inside an
-    /// async runtime on a thread of its own.
+    /// Leaves a lease to the worker, or, where there is none any more, lets it go at once; where the
+    /// backend must not be used, on a thread of its own.
     pub(super) fn abandon(self: &Arc<Self>, deferred: Deferred) {
         let Err(deferred) = self.crew.defer(self.clock.now(), deferred) else { return };
         if self.clock.now() < deferred.keep_until {
@@ -162,8 +164,8 @@ impl Engine {
             // The client is closed and nobody is left to tell; the lease also ends by itself.
             let _ = engine.backend.release_by(&deferred.context.lock_id, deadline);
         };
-        if in_async_runtime() {
-            let _ = thread::Builder::new().name("syncguard-close".to_owned()).spawn(move || quietly(release));
+        if not_here() {
+            hand_over(release, |release| release());
         } else {
             quietly(release);
         }
@@ -200,26 +202,20 @@ impl Engine {
         if threads.timer.is_none() {
             let (crew, clock) = (Arc::clone(&self.crew), self.clock.clone());
             let running = Running::begin(&crew);
-            let timer = thread::Builder::new().name("syncguard-timer".to_owned());
-            threads.timer = Some(
-                timer
-                    .spawn(move || {
-                        timer::run(&crew, &clock);
-                        drop(running);
-                    })
-                    .map_err(failed)?,
-            );
+            let timer = spawn("syncguard-timer", move || {
+                timer::run(&crew, &clock);
+                drop(running);
+            });
+            threads.timer = Some(timer.map_err(failed)?);
         }
         if threads.worker.is_none() {
             let engine = Arc::clone(self);
             let running = Running::begin(&self.crew);
-            let worker = thread::Builder::new().name("syncguard-worker".to_owned());
-            let handle = worker
-                .spawn(move || {
-                    worker::run(engine);
-                    drop(running);
-                })
-                .map_err(failed)?;
+            let worker = spawn("syncguard-worker", move || {
+                worker::run(engine);
+                drop(running);
+            });
+            let handle = worker.map_err(failed)?;
             threads.worker_id = Some(handle.thread().id());
             threads.worker = Some(handle);
         }
@@ -228,7 +224,8 @@ impl Engine {
     }
 
     pub(super) fn on_worker_thread(&self) -> bool {
-        guard(&self.threads).worker_id == Some(thread::current().id())
+        // A thread without its thread-locals has no id any more, and is not in a callback of the worker's.
+        !locals_gone() && guard(&self.threads).worker_id == Some(thread::current().id())
     }
 
     /// Has the backend keep a resource free for renewals, once. Others who need it wait for the
@@ -372,30 +369,7 @@ impl Drop for Handle {
             crew.desk_wake.call(LOOK);
         } else {
             drop(state);
-            drop_backend(engine);
+            drop_legally(engine);
         }
     }
-}
-
-/// Drops the engine here, or, inside an async runtime, on a thread of its own.
-fn drop_backend(engine: Arc<Engine>) {
-    if !in_async_runtime() {
-        drop(engine);
-        return;
-    }
-    let slot = Arc::new(Mutex::new(Some(engine)));
-    let there = Arc::clone(&slot);
-    let spawned = thread::Builder::new().name("syncguard-close".to_owned()).spawn(move || {
-        let engine = guard(&there).take();
-        drop(engine);
-    });
-    if spawned.is_err() {
-        // No thread to be had: a leak is better than a panic in somebody's runtime.
-        std::mem::forget(guard(&slot).take());
-    }
-}
-
-/// Whether this thread belongs to an async runtime, where blocking drivers panic.
-pub(super) fn in_async_runtime() -> bool {
-    tokio::runtime::Handle::try_current().is_ok()
 }

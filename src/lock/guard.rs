@@ -8,14 +8,15 @@ use crate::backend::{Acquired, ExtendResult, LockBackend, LostReason, ReleaseRes
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::lock::crew::{Deferred, Held};
-use crate::lock::engine::{Engine, Handle, in_async_runtime};
+use crate::lock::engine::{Engine, Handle};
 use crate::lock::lease::Outcome;
-use crate::lock::report::{ReleaseSource, quietly, report};
+use crate::lock::report::{ReleaseSource, report};
 use crate::lock::wake::guard;
 use crate::lock::worker::{self, Settled, settle};
 use crate::model::fence::Fence;
 use crate::model::hash::hash_key;
 use crate::model::time::{Moment, Ttl};
+use crate::threads::{elsewhere, in_runtime, locals_gone, quietly};
 
 /// A held lock. It is renewed while this value lives, and let go when it is dropped.
 ///
@@ -25,7 +26,8 @@ use crate::model::time::{Moment, Ttl};
 ///
 /// Dropping it releases the lock on this thread, for at most the client's `dispose_timeout`. Inside
 /// an async runtime, while unwinding from a panic, or when the release fails, the client's worker
-/// takes over. `Drop` never panics; failures go to `on_release_error`.
+/// takes over. In the destructor of a thread-local and in `atexit` another thread releases, and is
+/// waited for as long. `Drop` never panics; failures go to `on_release_error`.
 #[must_use = "the lock is released at once if the guard is not bound to a variable: use `let _guard = …`, not `let _ = …`"]
 pub struct LockGuard {
     // Dropped after everything else: the last handle ends the client.
@@ -275,7 +277,7 @@ impl LockGuard {
         }
         let entered = engine.enter_anyway();
         let Some(mut deferred) = self.finish(self.source) else { return };
-        if in_async_runtime() || std::thread::panicking() {
+        if in_runtime() || std::thread::panicking() {
             engine.abandon(deferred);
             return;
         }
@@ -314,9 +316,18 @@ impl Drop for Answer<'_> {
     }
 }
 
-/// Lets a lease go on this thread, and calls this process's first waiter.
+/// Lets a lease go on this thread, and calls this process's first waiter. Where thread-locals are
+/// gone another thread does it, and is waited for: the process may be about to end.
 fn let_go(engine: &Engine, deferred: &mut Deferred, limit: Duration) -> Result<Settled> {
-    let result = settle(engine, deferred, limit);
+    let result = if locals_gone() {
+        elsewhere(|| settle(engine, deferred, limit)).unwrap_or_else(|| {
+            Err(LockError::new(ErrorCode::Internal).with_message(
+                "the system gave no thread to release the lock with: it is tried again in the background",
+            ))
+        })
+    } else {
+        settle(engine, deferred, limit)
+    };
     if !matches!(result, Ok(Settled::Kept)) {
         engine.queue.freed(&deferred.context.key);
     }

@@ -65,7 +65,7 @@ pub struct ClientSettings {
     /// it such failures are logged as warnings in debug builds and with `SYNCGUARD_DEBUG=true`.
     ///
     /// It lives as long as the client: one that holds a client keeps it, and its threads, for ever.
-    pub on_release_error: Option<OnReleaseError>,
+    pub(crate) on_release_error: Option<OnReleaseError>,
 }
 
 impl Default for ClientSettings {

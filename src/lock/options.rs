@@ -9,8 +9,9 @@ use crate::cancel::CancelToken;
 use crate::error::{LockError, Result};
 use crate::lock::report::{OnReleaseError, ReleaseErrorContext};
 use crate::model::time::Ttl;
+use crate::threads::Foreign;
 
-pub(super) type OnLost = Arc<dyn Fn(LostReason) + Send + Sync>;
+pub(super) type OnLost = Foreign<Arc<dyn Fn(LostReason) + Send + Sync>>;
 
 /// How long a lease lasts unless it is renewed.
 pub const DEFAULT_TTL: Duration = Duration::from_secs(30);
@@ -209,7 +210,7 @@ impl LockOptions {
     /// Called once if the lease is lost while the guard lives, on the client's worker thread: it
     /// must be short, or renewals wait for it. Panics are caught.
     pub fn on_lost(mut self, call: impl Fn(LostReason) + Send + Sync + 'static) -> Self {
-        self.on_lost = Some(Arc::new(call));
+        self.on_lost = Some(Foreign::new(Arc::new(call)));
         self
     }
 
@@ -221,7 +222,7 @@ impl LockOptions {
         mut self,
         call: impl Fn(&LockError, &ReleaseErrorContext) + Send + Sync + 'static,
     ) -> Self {
-        self.on_release_error = Some(Arc::new(call));
+        self.on_release_error = Some(Foreign::new(Arc::new(call)));
         self
     }
 

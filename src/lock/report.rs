@@ -1,14 +1,14 @@
 //! Failures that have no caller: automatic releases report them to a handler.
 
 use std::fmt;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use crate::error::LockError;
 use crate::model::hash::hash_key;
+use crate::threads::{Foreign, quietly};
 
 /// A handler for failed automatic releases.
-pub(crate) type OnReleaseError = Arc<dyn Fn(&LockError, &ReleaseErrorContext) + Send + Sync>;
+pub(crate) type OnReleaseError = Foreign<Arc<dyn Fn(&LockError, &ReleaseErrorContext) + Send + Sync>>;
 
 /// Which kind of clean-up failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -59,7 +59,7 @@ impl fmt::Debug for ReleaseErrorContext {
 
 /// Hands a failed release to its handler, or to the default one. Never panics.
 pub(super) fn report(handler: Option<&OnReleaseError>, error: &LockError, context: &ReleaseErrorContext) {
-    match handler {
+    match handler.and_then(Foreign::get) {
         Some(handler) => quietly(|| handler(error, context)),
         None if warns(cfg!(debug_assertions), std::env::var("SYNCGUARD_DEBUG").ok().as_deref()) => {
             quietly(|| log::warn!(target: "syncguard", "{}", default_line(error, context.source)));
@@ -80,14 +80,6 @@ fn default_line(error: &LockError, source: ReleaseSource) -> String {
         source.as_str(),
         error.chain()
     )
-}
-
-/// Runs foreign code; its panic ends here. (The panic hook has already told it.)
-pub(super) fn quietly(call: impl FnOnce()) {
-    if let Err(payload) = catch_unwind(AssertUnwindSafe(call)) {
-        // A payload's own Drop may panic as well; leaking it is the one thing that cannot.
-        std::mem::forget(payload);
-    }
 }
 
 #[cfg(test)]
@@ -131,7 +123,7 @@ mod tests {
                 panic!("in the payload's drop");
             }
         }
-        let handler: OnReleaseError = Arc::new(|_, _| std::panic::panic_any(Bomb));
+        let handler = OnReleaseError::new(Arc::new(|_, _| std::panic::panic_any(Bomb)));
         report(Some(&handler), &LockError::new(ErrorCode::Internal), &context());
     }
 }

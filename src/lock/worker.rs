@@ -9,7 +9,6 @@
 //!    [`LONGEST_DRAIN`] after the end. It takes the last reference to the engine with it.
 
 use std::collections::VecDeque;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -19,9 +18,10 @@ use crate::error::{ErrorCode, LockError, Result};
 use crate::lock::crew::{Call, Deferred, Held, LostLine};
 use crate::lock::engine::Engine;
 use crate::lock::lease::{Outcome, TOLERANCE};
-use crate::lock::report::{ReleaseErrorContext, ReleaseSource, quietly, report};
+use crate::lock::report::{ReleaseErrorContext, ReleaseSource, report};
 use crate::lock::wake::guard;
 use crate::model::time::Moment;
+use crate::threads::{Foreign, contained, quietly};
 
 /// The most leases in one renewal.
 const BATCH: usize = 500;
@@ -95,7 +95,7 @@ fn do_job(engine: &Engine, job: Job) {
         }
         Job::Call(call) => match call {
             Call::Lost(held, reason) => {
-                if let Some(on_lost) = &held.on_lost {
+                if let Some(on_lost) = held.on_lost.as_ref().and_then(Foreign::get) {
                     quietly(|| on_lost(reason));
                 }
                 quietly(move || drop(held));
@@ -201,8 +201,7 @@ fn renew_batch(engine: &Engine, due: Vec<Arc<Held>>) {
         let renewals: Vec<_> =
             flights.iter().map(|(held, _, version, ttl)| held.renewal(*version, *ttl)).collect();
         let deadline = now.after(rest.max(SHORTEST_CALL.min(engine.backend.operation_timeout())));
-        let answers = catch_unwind(AssertUnwindSafe(|| engine.backend.renew(&renewals, deadline)));
-        let answers = answers.unwrap_or_default();
+        let answers = contained(|| engine.backend.renew(&renewals, deadline)).unwrap_or_default();
         let mut answers_in_turn = answers.iter();
         let now = engine.clock.now();
         for (held, id, ..) in flights {
@@ -270,8 +269,17 @@ pub(super) enum Settled {
     Kept,
 }
 
-/// Lets a lease go, or makes sure that it lasts to the end of its `min_hold`.
+/// Lets a lease go, or makes sure that it lasts to the end of its `min_hold`. A backend that panics
+/// has failed: what it did is not known.
 pub(super) fn settle(engine: &Engine, deferred: &mut Deferred, rest: Duration) -> Result<Settled> {
+    contained(|| ask_to_settle(engine, deferred, rest)).unwrap_or_else(|| {
+        Err(LockError::new(ErrorCode::Internal)
+            .with_message("the backend panicked in a release: it is tried again in the background")
+            .with_unknown_outcome(Duration::MAX))
+    })
+}
+
+fn ask_to_settle(engine: &Engine, deferred: &mut Deferred, rest: Duration) -> Result<Settled> {
     let now = engine.clock.now();
     let (id, deadline) = (&deferred.context.lock_id, now.after(rest));
     if now >= deferred.keep_until {
@@ -323,11 +331,7 @@ fn settle_deferred(engine: &Engine, mut deferred: Deferred) {
         .dispose_timeout
         .min(engine.backend.operation_timeout())
         .min(next_renewal.since(now).max(SHORTEST_CALL));
-    let answer = catch_unwind(AssertUnwindSafe(|| settle(engine, &mut deferred, rest)));
-    let answer = answer.unwrap_or_else(|_| {
-        Err(LockError::new(ErrorCode::Internal).with_message("the backend panicked in a release"))
-    });
-    match answer {
+    match settle(engine, &mut deferred, rest) {
         Ok(Settled::Kept) => {
             let at = deferred.keep_until;
             again(engine, at, deferred);

@@ -8,10 +8,11 @@ use r2d2::{ManageConnection, PooledConnection};
 
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
-use crate::postgres::connect::{Connector, drop_client};
+use crate::postgres::connect::Connector;
 use crate::postgres::link::Link;
 use crate::postgres::pool::{Canceller, Lent, NotLent, Pool};
 use crate::postgres::statement::Memo;
+use crate::threads::drop_legally;
 
 /// Our hold on a caller's pool. It may be the last one, and a pool drops its idle connections where
 /// it is dropped: never inside an async runtime, nor in a fork, where they are the parent's.
@@ -85,7 +86,7 @@ impl<M: ManageConnection<Connection = Client>> Drop for CallersPool<M> {
     fn drop(&mut self) {
         let Some(pool) = self.pool.take() else { return };
         if self.process == std::process::id() {
-            drop_client(pool);
+            drop_legally(pool);
         } else {
             std::mem::forget(pool);
         }
@@ -146,7 +147,7 @@ impl<M: ManageConnection<Connection = Client>> Drop for CallersLent<M> {
     fn drop(&mut self) {
         let Some(connection) = self.connection.take() else { return };
         if self.process == std::process::id() {
-            drop_client(Ending(Some(connection)));
+            drop_legally(Ending(Some(connection)));
         } else {
             std::mem::forget(connection);
         }

@@ -23,10 +23,12 @@ use tokio_postgres::tls::{MakeTlsConnect, TlsConnect};
 use crate::cancel::{CancelToken, Subscription};
 use crate::error::{ErrorCode, LockError, Result};
 use crate::postgres::addresses::{Addresses, Candidate, ListedHost, Target, prefer_primary, without_hosts};
-use crate::postgres::error::{NoCandidate, connect_error, in_runtime};
+use crate::postgres::error::{NoCandidate, connect_error};
 use crate::postgres::link::{Encryption, GuardedTls, Link};
 use crate::postgres::resolve::Resolver;
+use crate::postgres::resources;
 use crate::postgres::statement::settled_options;
+use crate::threads::{contained, drop_legally, in_runtime, locals_gone, spawn};
 
 /// How long the driver may take to say goodbye on a connection that is in order.
 const FAREWELL: Duration = Duration::from_millis(500);
@@ -74,7 +76,9 @@ impl Connector {
 
     /// A connection, within `limit`, unless the token fires.
     pub(crate) fn open(&self, limit: Duration, cancel: &CancelToken) -> Result<Wire> {
+        // First: inside an async runtime not even what the look below builds may be dropped.
         check_runtime()?;
+        resources::check()?;
         let end = end_of(limit);
         let mut none = NoCandidate::default();
         let mut hosts = self.0.addresses.hosts().into_iter().peekable();
@@ -84,6 +88,7 @@ impl Connector {
                 Ok(candidates) => candidates,
                 Err(error) => {
                     cancel.check()?;
+                    resources::check()?;
                     none.add(error);
                     self.0.addresses.failed_as_a_whole(&host);
                     continue;
@@ -99,6 +104,7 @@ impl Connector {
                     }
                     Err(error) => {
                         cancel.check()?;
+                        resources::check()?;
                         none.add(error);
                         self.0.addresses.failed_at(&candidate);
                     }
@@ -139,7 +145,8 @@ impl Connector {
             let (driver, candidate, link) = (Arc::clone(&self.0.driver), candidate.clone(), link.clone());
             let alive = Arc::clone(&alive);
             move || {
-                let opened = driver.open(&candidate, &link, limit);
+                let opened =
+                    guard_runtime(|| driver.open(&candidate, &link, limit)).and_then(|opened| opened);
                 // If nobody waits any more, the connection is dropped here.
                 let _ = done.send(Some(opened));
                 drop(alive);
@@ -147,7 +154,7 @@ impl Connector {
         };
         self.check_left_behind()?;
         let watch = cancel.subscribe(cut);
-        std::thread::Builder::new().name("syncguard-connect".into()).spawn(job).map_err(no_thread)?;
+        spawn("syncguard-connect", job).map_err(no_thread)?;
         let outcome = outcome.recv_timeout(limit + GRACE);
         // A token that has fired may cut the connection yet.
         let fired = !watch.is_none_or(Subscription::remove) || link.is_dead();
@@ -159,12 +166,11 @@ impl Connector {
                 self.left_behind().push(Arc::downgrade(&alive));
                 Err(unanswered())
             }
-            Err(RecvTimeoutError::Disconnected) => Err(LockError::new(ErrorCode::Internal)
-                .with_message("the driver panicked while it connected: its message is on the error output")),
+            Err(RecvTimeoutError::Disconnected) => Err(panicked()),
         };
         let client = opened?;
         if fired {
-            drop_client(client);
+            drop_legally(client);
             return Err(LockError::aborted());
         }
         link.unlimited();
@@ -190,8 +196,11 @@ impl Connector {
     /// Asks the server to cancel what `token`'s connection is doing, whose socket `link` is if it is
     /// one of ours. Best effort.
     pub(crate) fn cancel(&self, token: &postgres::CancelToken, link: Option<&Link>) {
-        if let Err(error) = self.0.driver.cancel(token, link.map(Link::guards)) {
-            log::debug!("the cancel request did not reach the server: {error}");
+        let ask = || guard_runtime(|| self.0.driver.cancel(token, link.map(Link::guards)));
+        match resources::check().and_then(|()| ask()) {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => log::debug!("the cancel request did not reach the server: {error}"),
+            Err(error) => log::debug!("the cancel request was not sent: {}", error.chain()),
         }
     }
 }
@@ -245,47 +254,46 @@ impl Drop for Wire {
     fn drop(&mut self) {
         let Some(client) = self.client.take() else { return };
         self.link.limit(FAREWELL);
-        drop_client(client);
+        drop_legally(client);
     }
 }
 
-/// Drops a driver's client where that is legal.
-pub(crate) fn drop_client<C: Send + 'static>(client: C) {
-    if !in_runtime() {
-        drop(client);
-        return;
-    }
-    // Also true on Tokio's blocking threads, where a drop would be legal: the detour only costs a thread.
-    let handed = Arc::new(std::sync::Mutex::new(Some(client)));
-    let inside = Arc::clone(&handed);
-    let thread = std::thread::Builder::new().name("syncguard-close".into()).spawn(move || {
-        drop(inside.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take());
-    });
-    if thread.is_err() {
-        // No thread: leak the socket rather than panic in somebody's destructor.
-        std::mem::forget(handed);
-    }
-}
-
-/// Runs a call into the driver; its panic inside an async runtime becomes an error.
+/// Runs a call into the driver; its panic becomes an error.
 ///
-/// The driver blocks on a runtime of its own and panics where another one is running on the thread.
-/// Whether that is so cannot be asked beforehand: on `spawn_blocking` threads it is legal.
+/// Whether it will panic inside an async runtime cannot be asked beforehand: on `spawn_blocking`
+/// threads it is legal.
 pub(crate) fn guard_runtime<R>(call: impl FnOnce() -> R) -> Result<R> {
-    if !in_runtime() {
-        return Ok(call());
-    }
-    std::panic::catch_unwind(std::panic::AssertUnwindSafe(call)).map_err(|_| blocked_in_runtime())
+    check_locals()?;
+    contained(call).ok_or_else(|| {
+        if in_runtime() {
+            return blocked_in_runtime();
+        }
+        panicked()
+    })
+}
+
+fn panicked() -> LockError {
+    LockError::new(ErrorCode::Internal)
+        .with_message("the database driver panicked: its message is where the program's panics go")
 }
 
 /// Finds out beforehand, for a call that must not begin where the driver would panic: a pool's test
 /// of a connection drops the connection while that panic unwinds, whose `Drop` then panics as well,
 /// and the process aborts. Waiting for nothing panics where the driver would, and holds nothing.
 pub(crate) fn check_runtime() -> Result<()> {
+    check_locals()?;
     let Ok(handle) = tokio::runtime::Handle::try_current() else { return Ok(()) };
-    // Asserted: a handle of tokio 1.27 is not known to be unwind safe, and is not used after a panic.
-    let call = std::panic::AssertUnwindSafe(|| handle.block_on(async {}));
-    std::panic::catch_unwind(call).map_err(|_| blocked_in_runtime())
+    contained(|| handle.block_on(async {})).ok_or_else(blocked_in_runtime)
+}
+
+/// Where thread-locals are gone a panic of the driver's would abort the process.
+fn check_locals() -> Result<()> {
+    if !locals_gone() {
+        return Ok(());
+    }
+    Err(LockError::invalid(
+        "a blocking call where the thread's thread-locals are gone (a destructor at its end, or atexit): make it earlier, or on another thread",
+    ))
 }
 
 fn blocked_in_runtime() -> LockError {

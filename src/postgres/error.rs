@@ -414,11 +414,6 @@ fn without_io(text: &str, why: &str) -> (ErrorCode, Cow<'static, str>) {
     (code, message.into())
 }
 
-/// Whether the current thread runs inside an async runtime (or on one of its blocking threads).
-pub(crate) fn in_runtime() -> bool {
-    tokio::runtime::Handle::try_current().is_ok()
-}
-
 /// Stands in for a server's error that may repeat a key or a lock id.
 #[derive(Debug)]
 struct ServerError {

@@ -33,6 +33,7 @@ mod processes;
 mod read;
 mod release;
 mod resolve;
+mod resources;
 mod row;
 mod run;
 mod schema;
@@ -66,6 +67,7 @@ use crate::model::fence::Fence;
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::model::lock_id::LockId;
 use crate::model::time::{Clock, Moment, Ttl};
+use crate::threads::spawn;
 pub(crate) use error::{Trouble, without_right};
 use schema::{Survey, Tables};
 use sql::Statements;
@@ -208,7 +210,7 @@ impl PostgresBackend {
                 log::debug!("clean-up of expired leases failed: {}", error.chain());
             }
         };
-        if std::thread::Builder::new().name("syncguard-cleanup".into()).spawn(cleanup).is_err() {
+        if spawn("syncguard-cleanup", cleanup).is_err() {
             log::debug!("no thread for the clean-up of expired leases");
         }
     }

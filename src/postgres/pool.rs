@@ -12,8 +12,9 @@ use postgres::{Client, NoTls};
 
 use crate::cancel::CancelToken;
 use crate::error::{LockError, Result};
-use crate::postgres::connect::{Connector, check_runtime, rest};
+use crate::postgres::connect::{Connector, check_runtime, guard_runtime, rest};
 use crate::postgres::link::Link;
+use crate::postgres::resources;
 use crate::postgres::session::out_of_time;
 use crate::postgres::statement::Memo;
 
@@ -121,13 +122,12 @@ pub(crate) struct Canceller(pub(crate) Option<(Connector, Option<Link>)>);
 
 impl Canceller {
     pub(crate) fn cancel(&self, token: &postgres::CancelToken) {
-        match &self.0 {
-            Some((connector, link)) => connector.cancel(token, link.as_ref()),
-            None => {
-                if let Err(error) = token.cancel_query(NoTls) {
-                    log::debug!("the cancel request did not reach the server: {error}");
-                }
-            }
+        if let Some((connector, link)) = &self.0 {
+            return connector.cancel(token, link.as_ref());
+        }
+        let asked = resources::check().and_then(|()| guard_runtime(|| token.cancel_query(NoTls)));
+        if !matches!(asked, Ok(Ok(()))) {
+            log::debug!("the cancel request did not reach the server");
         }
     }
 }

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
+use crate::threads::spawn;
 
 type Lookup = dyn Fn(&str) -> io::Result<Vec<IpAddr>> + Send + Sync;
 
@@ -101,7 +102,7 @@ impl Resolver {
         let lookup = Arc::clone(&self.lookup);
         let mut under_way = UnderWay { resolver: self.clone(), name: name.to_owned(), answer: None };
         let run = move || under_way.answer = Some(lookup(&under_way.name));
-        if let Err(error) = std::thread::Builder::new().name("syncguard-resolve".into()).spawn(run) {
+        if let Err(error) = spawn("syncguard-resolve", run) {
             log::debug!("no thread to look up the name of a host: {error}");
         }
     }

@@ -25,6 +25,7 @@ use crate::postgres::sql::PLAIN_NAMES;
 use crate::postgres::statement::{
     ALONE, Arg, Handle, IDLE_MS, Memo, Message, SessionTimer, Statement, stated,
 };
+use crate::threads::spawn;
 
 /// How much later than the server's limits the client gives up.
 pub(crate) const GRACE: Duration = Duration::from_millis(100);
@@ -331,7 +332,12 @@ impl<'a> Session<'a> {
         let client = connection.client().map_err(Trouble::Refused)?;
         let outcome = match guard_runtime(|| send(client)) {
             Ok(outcome) => outcome,
-            // The driver panicked before it sent anything; what state it is in, nobody knows.
+            // It panicked in the middle of something: what state it is in, nobody knows.
+            Err(error) if error.code() == ErrorCode::Internal => {
+                self.cut();
+                return Err(Failed::Trouble(Trouble::Broken { error, in_doubt: commits, stale: false }));
+            }
+            // Nothing was sent.
             Err(error) => {
                 self.cut();
                 return Err(Failed::Trouble(Trouble::Refused(error)));
@@ -401,7 +407,7 @@ impl<'a> Session<'a> {
                 }
                 // The hook runs on whatever thread cancels, which must not do I/O.
                 let ask = move || canceller.cancel(&token);
-                if std::thread::Builder::new().name("syncguard-cancel".into()).spawn(ask).is_err() {
+                if spawn("syncguard-cancel", ask).is_err() {
                     log::debug!("no thread for a cancel request; the server's own limit ends the statement");
                 }
             }

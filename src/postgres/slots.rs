@@ -11,7 +11,6 @@
 //! 3. After a fork the child neither uses nor closes the parent's connections, nor takes a lock of r2d2's.
 
 use std::convert::Infallible;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
@@ -27,6 +26,7 @@ use crate::postgres::link::Link;
 use crate::postgres::pool::{Canceller, Lent, NotLent, Pool};
 use crate::postgres::session::out_of_time;
 use crate::postgres::statement::Memo;
+use crate::threads::{contained, spawn};
 
 /// A connection that was idle for longer is closed instead of lent.
 const MAX_IDLE: Duration = Duration::from_secs(600);
@@ -261,11 +261,11 @@ fn pool_thread() -> Result<ScheduledThreadPool> {
         )
     };
     // It panics where there is none. So that is found out beforehand, as far as it can be.
-    let probe = std::thread::Builder::new().name("syncguard-pool".into()).spawn(|| ());
+    let probe = spawn("syncguard-pool", || ());
     drop(probe.map_err(|cause| none().with_source(cause))?.join());
     let begin =
         || ScheduledThreadPool::builder().num_threads(1).thread_name_pattern("syncguard-pool").build();
-    catch_unwind(AssertUnwindSafe(begin)).map_err(|_| none())
+    contained(begin).ok_or_else(none)
 }
 
 /// A connection of ours in use: out of its slot, if it has one.

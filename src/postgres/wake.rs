@@ -34,6 +34,7 @@ use crate::backend::{Heard, OnHeard, Watch};
 use crate::cancel::CancelToken;
 use crate::postgres::connect::Connector;
 use crate::postgres::listen::{Fault, Line, Listener};
+use crate::threads::spawn;
 
 /// The most keys that one client listens for: each takes a place in the server's table of locks.
 const MAX_KEYS: usize = 256;
@@ -139,8 +140,7 @@ impl Wakes {
         let place = Place { shared: Arc::clone(shared), key, id };
         if start {
             let there = Arc::clone(shared);
-            let thread = std::thread::Builder::new().name("syncguard-wake".into());
-            if thread.spawn(move || run(&there)).is_err() {
+            if spawn("syncguard-wake", move || run(&there)).is_err() {
                 shared.desk().running = false;
                 return None;
             }

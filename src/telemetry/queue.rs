@@ -18,13 +18,13 @@
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
 use crate::model::hash::hash_key;
 use crate::telemetry::event::{LockEvent, Raw, TelemetryOptions};
+use crate::threads::{contained, spawn};
 
 /// What the handles of one decorated backend share. Dropping it ends the thread.
 pub(super) struct Sink {
@@ -116,7 +116,7 @@ impl Sink {
     /// Starts the thread. If the system has none to give, the events wait and the next one tries again.
     fn start(&self) {
         let queue = Arc::clone(&self.queue);
-        let spawned = thread::Builder::new().name("syncguard-telemetry".into()).spawn(move || queue.run());
+        let spawned = spawn("syncguard-telemetry", move || queue.run());
         if let Ok(handle) = spawned {
             *self.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(handle);
         } else {
@@ -312,17 +312,4 @@ fn rest(end: Option<Instant>) -> Option<Duration> {
     let far = Duration::from_secs(3600);
     let rest = end.map_or(far, |end| end.saturating_duration_since(Instant::now()));
     (!rest.is_zero()).then_some(rest.min(far))
-}
-
-/// Runs foreign code; `None` if it panicked, and if the drop of what it panicked with did so too.
-fn contained<T>(code: impl FnOnce() -> T) -> Option<T> {
-    match catch_unwind(AssertUnwindSafe(code)) {
-        Ok(value) => Some(value),
-        Err(payload) => {
-            if let Err(again) = catch_unwind(AssertUnwindSafe(|| drop(payload))) {
-                std::mem::forget(again);
-            }
-            None
-        }
-    }
 }

@@ -13,7 +13,7 @@ use std::{fs, iter};
 use crate::source::{Source, Token, read_all, walk};
 
 /// A module imports only from modules with a lower number. A new top-level module needs a line here.
-const FLOORS: [(&str, u8); 11] = [
+const FLOORS: [(&str, u8); 12] = [
     ("client", 7),
     ("lock", 6),
     ("advisory", 6),
@@ -25,6 +25,7 @@ const FLOORS: [(&str, u8); 11] = [
     ("model", 3),
     ("cancel", 2),
     ("error", 1),
+    ("threads", 1),
 ];
 
 /// Not even where the floors allow it.

@@ -411,3 +411,48 @@ fn a_lost_guard_that_is_still_there_is_not_named_as_the_holder() {
     let error = client.lock_with("k", &wait).unwrap_err().to_string();
     assert!(!error.contains("this very thread"), "{error}");
 }
+
+#[test]
+fn a_release_that_panics_in_the_backend_goes_to_the_worker_and_is_told() {
+    for dropped in [false, true] {
+        let backend = Recorder::manual();
+        let (client, reports) = reporting_client(&backend);
+        let held = client.lock("k").unwrap();
+        backend.script("release", [Script::Panic]);
+        if dropped {
+            drop(held);
+            assert_eq!(guard(&reports)[0].0, ErrorCode::Internal, "told at once");
+        } else {
+            let error = held.release().unwrap_err();
+            assert!(error.is_outcome_unknown() && error.lock_id().is_some(), "{error:?}");
+        }
+        eventually("the worker has released it", || {
+            backend.advance(ms(100));
+            backend.is_free("k")
+        });
+        assert_eq!(backend.count("release"), 2);
+        assert!(client.close(s(30)).unwrap().is_clean());
+    }
+}
+
+#[test]
+fn what_a_callback_captured_may_panic_when_it_is_dropped() {
+    struct Bomb(Arc<Mutex<u32>>);
+    impl Drop for Bomb {
+        fn drop(&mut self) {
+            *guard(&self.0) += 1;
+            panic!("in the drop of a captured value");
+        }
+    }
+    let backend = Recorder::manual();
+    let dropped = Arc::new(Mutex::new(0));
+    let (first, second) = (Bomb(Arc::clone(&dropped)), Bomb(Arc::clone(&dropped)));
+    let options = LockOptions::new()
+        .on_lost(move |_| drop(Arc::clone(&first.0)))
+        .on_release_error(move |_, _| drop(Arc::clone(&second.0)));
+    let held = client(&backend).lock_with("k", &options).unwrap();
+    drop(options);
+    drop(held);
+    eventually("both were dropped", || *guard(&dropped) == 2);
+    assert!(backend.is_free("k"));
+}

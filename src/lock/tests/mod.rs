@@ -10,7 +10,8 @@ use std::time::Duration;
 
 use super::wake::guard;
 use super::{
-    Backoff, ClientSettings, Heartbeat, Jitter, LockClient, LockOptions, ReleaseErrorContext, ReleaseSource,
+    Backoff, ClientSettings, Heartbeat, Jitter, LockClient, LockOptions, OnReleaseError, ReleaseErrorContext,
+    ReleaseSource,
 };
 use crate::backend::{ExtendResult, Heard, LostReason, ReleaseResult};
 use crate::cancel::CancelToken;
@@ -54,6 +55,9 @@ fn reporting_to(own: bool, backend: &Arc<Recorder>) -> (LockClient, LockOptions,
 
 fn reporting_client(backend: &Arc<Recorder>) -> (LockClient, Reports) {
     let (reports, handler) = recorder();
-    let settings = ClientSettings { on_release_error: Some(Arc::new(handler)), ..ClientSettings::default() };
+    let settings = ClientSettings {
+        on_release_error: Some(OnReleaseError::new(Arc::new(handler))),
+        ..ClientSettings::default()
+    };
     (LockClient::with_settings(Arc::clone(backend) as _, settings), reports)
 }
