@@ -275,10 +275,18 @@ impl fmt::Display for Chain<'_> {
 }
 
 /// A cause's text without the detail of a server's answer, which repeats the values of a row, keys
-/// among them.
+/// among them, and without the names of roles, which are part of a connection string.
 fn without_detail(cause: &(dyn Error + 'static)) -> String {
     let text = cause.to_string();
-    text.split("\nDETAIL: ").next().unwrap_or_default().to_owned()
+    let mut text = text.split("\nDETAIL: ").next().unwrap_or_default().to_owned();
+    for before in ["user \"", "role \""] {
+        if let Some((start, rest)) = text.split_once(before)
+            && let Some((_, end)) = rest.split_once('"')
+        {
+            text = format!("{start}{before}…\"{end}");
+        }
+    }
+    text
 }
 
 /// A cause, its cause, and so on.
@@ -345,6 +353,9 @@ mod tests {
         for text in [format!("{error:?}"), error.chain().to_string()] {
             assert!(text.contains("it is there") && !text.contains("MARKER"), "{text}");
         }
+        let cause = "FATAL: password authentication failed for user \"MARKER\"";
+        let error = LockError::new(ErrorCode::AuthFailed).with_source(cause).chain().to_string();
+        assert!(error.ends_with("failed for user \"…\""), "{error}");
     }
 
     #[test]

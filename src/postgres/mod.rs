@@ -353,7 +353,7 @@ impl LockBackend for PostgresBackend {
     }
 
     fn is_locked(&self, key: &str, cancel: &CancelToken) -> Result<bool> {
-        read::holder(self, &Key::new(key)?, self.end(), cancel).map(|holder| holder.is_some())
+        read::is_locked(self, &Key::new(key)?, self.end(), cancel)
     }
 
     fn lookup(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfo>> {
@@ -375,7 +375,7 @@ impl LockBackend for PostgresBackend {
     }
 
     fn peek(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<bool> {
-        self.holder(key, deadline, cancel).map(|holder| holder.is_some())
+        read::is_locked(self, &Key::new(key)?, self.end_by(deadline), cancel)
     }
 
     fn holder(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<Option<Holder>> {

@@ -5,12 +5,24 @@ use std::time::Instant;
 use crate::backend::{Holder, LockInfoDebug, Lookup};
 use crate::cancel::CancelToken;
 use crate::error::Result;
+use crate::model::fence::Fence;
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::model::lock_id::LockId;
 use crate::model::time::{TIME_TOLERANCE_MS, is_live};
-use crate::postgres::PostgresBackend;
 use crate::postgres::row::{Row, int, malformed, required, text};
-use crate::postgres::statement::Arg;
+use crate::postgres::statement::{Arg, Statement};
+use crate::postgres::{Located, PostgresBackend};
+
+/// Asks for no more than the right to read a key and its expiry.
+pub(crate) fn is_locked(
+    backend: &PostgresBackend,
+    key: &Key,
+    end: Instant,
+    cancel: &CancelToken,
+) -> Result<bool> {
+    look(backend, key, end, cancel, |at| &at.statements.look, |row| Ok((int(row, 0)?, int(row, 1)?, None)))
+        .map(|holder| holder.is_some())
+}
 
 pub(crate) fn holder(
     backend: &PostgresBackend,
@@ -18,23 +30,41 @@ pub(crate) fn holder(
     end: Instant,
     cancel: &CancelToken,
 ) -> Result<Option<Holder>> {
+    look(
+        backend,
+        key,
+        end,
+        cancel,
+        |at| &at.statements.by_key,
+        |row| {
+            // For a text alone: a fence that cannot be read makes the row no less live.
+            let fence = text(row, 4)?.and_then(|fence| fence.parse().ok());
+            Ok((int(row, 2)?, int(row, 5)?, fence))
+        },
+    )
+}
+
+/// One plain read of a key's row, of which `read` takes (expiry, clock, fence).
+fn look(
+    backend: &PostgresBackend,
+    key: &Key,
+    end: Instant,
+    cancel: &CancelToken,
+    statement: impl Fn(&Located) -> &Statement,
+    read: impl Fn(&Row) -> Result<(Option<i64>, Option<i64>, Option<Fence>)>,
+) -> Result<Option<Holder>> {
     let (storage_key, _) = key.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?;
     let found = backend.run(end, cancel, |session, at| {
-        let answers = session.ask_one(&at.statements.look, &[Arg::Text(&storage_key)])?;
+        let answers = session.ask_one(statement(at), &[Arg::Text(&storage_key)])?;
         session.check_cancel()?;
-        Ok(match answers.row(0)? {
-            None => None,
-            Some(row) => {
-                let (expires_at_ms, now_ms) = (required(int(row, 0)?)?, required(int(row, 1)?)?);
-                if PostgresBackend::is_long_over(expires_at_ms, now_ms) {
-                    backend.cleanup_soon();
-                }
-                // For a text alone: a fence that cannot be read makes the row no less live.
-                let fence = text(row, 2)?.and_then(|fence| fence.parse().ok());
-                is_live(expires_at_ms, now_ms, TIME_TOLERANCE_MS)
-                    .then(|| Holder::until(fence, expires_at_ms, now_ms))
-            }
-        })
+        let Some(row) = answers.row(0)? else { return Ok(None) };
+        let (expires_at_ms, now_ms, fence) = read(row)?;
+        let (expires_at_ms, now_ms) = (required(expires_at_ms)?, required(now_ms)?);
+        if PostgresBackend::is_long_over(expires_at_ms, now_ms) {
+            backend.cleanup_soon();
+        }
+        Ok(is_live(expires_at_ms, now_ms, TIME_TOLERANCE_MS)
+            .then(|| Holder::until(fence, expires_at_ms, now_ms)))
     });
     found.map_err(|fault| fault.into_error().with_key(key.as_str()))
 }

@@ -108,7 +108,7 @@ pub(crate) struct Statements {
     pub(crate) extend: Statement,
     /// `(storage keys, lock ids, ttls, fences, versions)`
     pub(crate) renew: Statement,
-    /// `(storage key)`: answers (expiry, clock, fence).
+    /// `(storage key)`: answers (expiry, clock).
     pub(crate) look: Statement,
     /// `(storage key)`: the whole row and the clock.
     pub(crate) by_key: Statement,
@@ -199,7 +199,7 @@ impl Statements {
             look: Statement::new(
                 "look",
                 &[TEXT],
-                format!("SELECT l.expires_at_ms, {CLOCK}, l.fence FROM {locks} AS l WHERE l.key {EQ} $1"),
+                format!("SELECT l.expires_at_ms, {CLOCK} FROM {locks} AS l WHERE l.key {EQ} $1"),
             ),
             by_key: Statement::new("by_key", &[TEXT], format!("{row} WHERE l.key {EQ} $1")),
             by_id: Statement::new("by_id", &[TEXT], format!("{row} WHERE l.lock_id {EQ} $1")),

@@ -462,8 +462,14 @@ fn what_is_refused_sends_the_same_statements_with_telemetry_and_without() {
     // The first time everything is prepared.
     clients.iter().for_each(|(_, client)| refused(client));
     server.configure("log_statement", "all");
-    let before = server.log().len();
     let [plain, watched] = clients.map(|(app, client)| {
+        // Its session has read the setting once it logs.
+        let logs = format!(" {app} LOG:  ");
+        crate::support::wait_until(LIMIT, "the session logs its statements", || {
+            client.is_locked("so that there is a statement").unwrap();
+            server.log().contains(&logs)
+        });
+        let before = server.log().len();
         refused(&client);
         let end = format!("end-{app}");
         assert!(acquire(&client, &end).is_some());

@@ -160,7 +160,7 @@ fn results(sql: &str, dice: &mut Dice) -> Vec<u8> {
     let mut answer = Vec::new();
     if sql.contains("to_regclass") && dice.roll(5) > 0 {
         // Where the tables are, so that there is something to do.
-        let known = ["public", "p", "public", "p", "t", "t", "public", "UTF8", "t"].map(Some);
+        let known = ["public", "p", "public", "p", "t", "t", "public", "UTF8", "t", "f", "f"].map(Some);
         answer.extend(description(known.len(), dice));
         answer.extend(data(&known));
         answer.extend(message(b'C', b"SELECT 1\0"));
@@ -170,7 +170,7 @@ fn results(sql: &str, dice: &mut Dice) -> Vec<u8> {
     // So that some calls come far: rows that fit what was asked.
     let fitting = match dice.roll(5) {
         0 => None,
-        _ if sql.contains("PREPARE") => Some(["7", "2026-11-28", "300", "", ""].map(Some)),
+        _ if sql.contains("PREPARE") => Some(["300", "2026-11-28", "7", "", ""].map(Some)),
         1 | 2 => Some([Some("4102444800000"), Some("000000000000001"), Some("1"), Some("1"), Some(LOCK_ID)]),
         _ => None,
     };

@@ -87,7 +87,7 @@ fn a_statement_of(config: &Config) -> String {
     let manager = PostgresConnectionManager::new(config.clone(), NoTls);
     let pool = r2d2::Pool::builder().max_size(1).build(manager).unwrap();
     PgLockClient::builder().build(pool.clone()).unwrap().is_locked("x").unwrap();
-    let sql = "SELECT name FROM pg_prepared_statements WHERE name LIKE 'sg\\_queue%'";
+    let sql = "SELECT name FROM pg_prepared_statements WHERE name LIKE 'sg\\_queue%' ORDER BY name LIMIT 1";
     pool.get().unwrap().query_one(sql, &[]).unwrap().get(0)
 }
 
