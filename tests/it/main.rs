@@ -35,7 +35,6 @@
 //! | `security` | Names, rows, paths and configuration that somebody chose who means no good: they are refused, or |
 //! | `sequences` | Random histories of a few clients on a few keys, played on PostgreSQL and on the backend in memory, |
 //! | `server_settings` | The library on servers, roles and pools that are set up in ways it did not choose. |
-//! | `session_limits` | What a session is left with when a call's time is over, refused or cancelled: limits in the server |
 //! | `several_hosts` | Lists of hosts: silent ones, sockets beside TCP, standbys, and names without a name server. |
 //! | `swallowed_changes` | Triggers that swallow a change: a row that was found and not changed is an error that says so, and |
 
@@ -75,6 +74,5 @@ mod schema_setup;
 mod security;
 mod sequences;
 mod server_settings;
-mod session_limits;
 mod several_hosts;
 mod swallowed_changes;

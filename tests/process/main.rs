@@ -11,6 +11,7 @@
 //! | `secrets` | Keys, lock ids and passwords stay out of log lines, texts of errors, and `Debug`, whatever happens. |
 //! | `secrets_types` | Every public type, printed while it holds secrets. A type that is new to the crate fails this test |
 //! | `security_server` | A server that answers whatever it likes, in messages that are well formed: wrong types, NULL, numbers |
+//! | `session_limits` | What a session is left with when a call's time is over, refused or cancelled: limits in the server |
 //! | `thread_locals` | What is kept in a thread-local is let go at the thread's end, and what the destructors of a process let go. |
 //! | `wake_ups` | A release calls those who wait for the key in other processes, if there are any. |
 //! | `wake_ups_faults` | Whoever is not called looks, and gets the lock all the same: behind poolers, with a listener that |
@@ -26,6 +27,7 @@ mod runtime;
 mod secrets;
 mod secrets_types;
 mod security_server;
+mod session_limits;
 mod thread_locals;
 mod wake_ups;
 mod wake_ups_faults;

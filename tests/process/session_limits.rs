@@ -51,6 +51,7 @@ fn number_after(text: &str, what: &str) -> Option<u64> {
 
 #[test]
 fn set_up_waits_in_the_server_for_its_own_bound_and_no_longer() {
+    let _alone = crate::support::alone();
     const OPERATION: Duration = Duration::from_secs(5);
     // A database of its own: the lock is one per database.
     let database = format!("db_{}", unique());
@@ -94,6 +95,7 @@ fn set_up_waits_in_the_server_for_its_own_bound_and_no_longer() {
 
 #[test]
 fn the_first_call_on_a_callers_pool_has_limits_in_the_server() {
+    let _alone = crate::support::alone();
     let schema = crate::support::schema();
     let app = format!("first_{}", unique());
     let mut config = schema.config();
@@ -113,6 +115,7 @@ fn the_first_call_on_a_callers_pool_has_limits_in_the_server() {
 /// The time is over while the second message is on its way: the session must not be ended meanwhile.
 #[test]
 fn a_call_with_a_token_whose_time_runs_out_is_not_ended_by_the_server() {
+    let _alone = crate::support::alone();
     let server = Server::start(&crate::support::Config::new());
     let schema = server.schema();
     let proxy = Proxy::start(server.port());
@@ -146,6 +149,7 @@ fn a_call_with_a_token_whose_time_runs_out_is_not_ended_by_the_server() {
 
 #[test]
 fn a_refused_self_test_leaves_no_lock_behind() {
+    let _alone = crate::support::alone();
     let locks = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'";
     let server = server();
     let mut admin = server.client();
@@ -216,6 +220,7 @@ impl Proud {
 
 #[test]
 fn a_proxy_that_refuses_the_settings_of_a_session_is_asked_once_without_whatever_its_sqlstate() {
+    let _alone = crate::support::alone();
     let place = place();
     for state in ["08P01", "0A000", "08004", "22023", "42704", "28000", "XX000"] {
         let proxy = Proud::start(state, false);
@@ -241,6 +246,7 @@ fn a_proxy_that_refuses_the_settings_of_a_session_is_asked_once_without_whatever
 /// The current role has no right to end the session, the one that logged in has.
 #[test]
 fn a_connection_in_doubt_is_ended_whatever_its_current_role() {
+    let _alone = crate::support::alone();
     let place = place();
     let role = Role::new(&place.schema);
     let app = format!("app_{}", unique());
@@ -277,6 +283,7 @@ fn a_connection_in_doubt_is_ended_whatever_its_current_role() {
 /// The server answers success, with a warning, if somebody cancels its wait for a standby.
 #[test]
 fn a_session_that_would_hear_no_warnings_does_not_take_a_cancelled_wait_for_success() {
+    let _alone = crate::support::alone();
     let server = Server::start(&crate::support::Config::new());
     let place = Place::new(server.schema());
     let role = Role::new(&place.schema);
