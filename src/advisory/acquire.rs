@@ -18,6 +18,7 @@ use crate::advisory::session::let_go;
 use crate::advisory::{Inner, probe, sql};
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
+use crate::model::time::deadline_after;
 use crate::postgres::{MAX_REPLACEMENTS, Session, Trouble};
 
 /// The pause before the second try, and the longest one: a lock that is let go by another process is
@@ -51,8 +52,7 @@ pub(super) fn lock(
     cancel: &CancelToken,
 ) -> Result<AdvisoryGuard> {
     let start = Instant::now();
-    // A limit beyond what an Instant can hold is none.
-    let end = terms.timeout.and_then(|timeout| start.checked_add(timeout));
+    let end = terms.timeout.map(deadline_after);
     let is_over = || end.is_some_and(|end| Instant::now() >= end);
     cancel.check()?;
     let _visit = inner.crew.enter()?;
@@ -213,7 +213,7 @@ fn try_on(
 fn finish_checked(session: Session<'_>, key: &AdvisoryKey) {
     let Some(connection) = session.into_connection() else { return };
     let never = CancelToken::never();
-    let mut check = Session::new(connection, Instant::now() + CHECK_LIMIT, &never);
+    let mut check = Session::new(connection, deadline_after(CHECK_LIMIT), &never);
     if matches!(sql::is_held_here(&mut check, key), Ok(false)) {
         check.finish();
     }

@@ -9,7 +9,7 @@ use crate::advisory::{AdvisoryLost, sql};
 use crate::backend::ReleaseResult;
 use crate::cancel::CancelToken;
 use crate::error::Result;
-use crate::model::time::Moment;
+use crate::model::time::{Moment, deadline_after};
 use crate::postgres::{Connection, Session, Trouble};
 use crate::threads::{contained, hand_over};
 
@@ -34,9 +34,7 @@ pub(super) fn let_go(
     limit: Duration,
 ) -> Result<ReleaseResult> {
     let never = CancelToken::never();
-    let now = Instant::now();
-    let end = now.checked_add(limit).unwrap_or(now + Duration::from_secs(3600));
-    let mut session = Session::new(connection, end, &never);
+    let mut session = Session::new(connection, deadline_after(limit), &never);
     let answer = sql::unlock(&mut session, &crew.statements, &hold.key, hold.shared);
     let result = match answer {
         Ok((pid, true)) if pid == hold.pid => {
@@ -119,7 +117,7 @@ fn stop_timers(crew: &Crew) {
     for _ in 0..MOST_TIMERS {
         let Some(connection) = postgres.source().take_timed() else { return };
         let Some(connection) = answering(connection, PING_LIMIT) else { continue };
-        let mut session = Session::new(connection, Instant::now() + PING_LIMIT, &never);
+        let mut session = Session::new(connection, deadline_after(PING_LIMIT), &never);
         match sql::stop_timer(&mut session) {
             Ok(()) => session.finish(),
             Err(trouble) => log::debug!("an idle session broke: {}", trouble.into_error().chain()),
@@ -214,7 +212,7 @@ fn inspect(
     }
     let Some(connection) = answering(connection, PING_LIMIT) else { return (None, None) };
     let never = CancelToken::never();
-    let mut session = Session::new(connection, Instant::now() + PING_LIMIT, &never);
+    let mut session = Session::new(connection, deadline_after(PING_LIMIT), &never);
     match sql::ping(&mut session, crew.timer(hold)) {
         Ok(pid) if pid == hold.pid => (session.into_connection(), Some(crew.clock.now())),
         // Another server process answers: a pooler has come between, and the lock is elsewhere.

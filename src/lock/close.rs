@@ -11,7 +11,7 @@ use crate::lock::engine::Engine;
 use crate::lock::report::ReleaseSource;
 use crate::lock::wake::{LOOK, guard};
 use crate::lock::worker;
-use crate::model::time::Moment;
+use crate::model::time::{Moment, deadline_after};
 use crate::threads::{hand_over, not_here, quietly};
 
 /// What closing a client did with the leases it had.
@@ -43,9 +43,7 @@ impl CloseReport {
 
 /// Closes the engine within `limit`, by the system's clock whatever the backend's is.
 pub(super) fn close(engine: &Arc<Engine>, limit: Duration) -> CloseReport {
-    // A limit beyond what an Instant can hold is no limit that anybody would live to see.
-    let start = Instant::now();
-    let end = start.checked_add(limit).unwrap_or(start + Duration::from_secs(1_000_000_000));
+    let end = deadline_after(limit);
     let before = guard(&engine.crew.desk).tally;
     let first = !engine.closed.swap(true, Ordering::SeqCst);
     engine.sleepers.call_all();
@@ -156,7 +154,7 @@ fn end_threads(engine: &Arc<Engine>, end: Instant, on_worker: bool, first: bool)
 
 /// Waits for the two threads, and a moment longer than asked: they have nothing left to do.
 fn join(engine: &Engine, end: Instant) -> bool {
-    let end = end.max(Instant::now() + Duration::from_millis(50));
+    let end = end.max(deadline_after(Duration::from_millis(50)));
     let mut running = guard(&engine.crew.running);
     while *running > 0 {
         let rest = end.saturating_duration_since(Instant::now());

@@ -11,7 +11,7 @@ use crate::memory::store::{OrderedLoss, Store};
 use crate::memory::time::ServerTime;
 use crate::memory::{MemoryBackend, lock};
 use crate::model::lock_id::LockId;
-use crate::model::time::{Clock, MAX_TTL, TIME_TOLERANCE_MS, Ttl};
+use crate::model::time::{Clock, MAX_TTL, TIME_TOLERANCE_MS, Ttl, deadline_after};
 
 /// Time.
 impl MemoryBackend {
@@ -190,7 +190,7 @@ impl MemoryBackend {
     /// None.
     #[must_use = "false means that the calls did not come"]
     pub fn wait_for_answers(&self, call: Call, calls: u64, limit: Duration) -> bool {
-        let end = Instant::now() + limit.min(Duration::from_secs(86_400));
+        let end = deadline_after(limit);
         let mut counts = lock(&self.shared.counts);
         while counts.answered.get(&call).copied().unwrap_or(0) < calls {
             let rest = end.saturating_duration_since(Instant::now());

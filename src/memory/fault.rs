@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use crate::cancel::CancelToken;
 use crate::error::ErrorCode;
-use crate::model::time::{Clock, Moment};
+use crate::model::time::{Clock, Moment, deadline_after};
 
 /// The calls that a [`MemoryBackend`](crate::MemoryBackend) counts and that faults are ordered for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -171,7 +171,7 @@ impl Gate {
     /// None.
     #[must_use = "false means that the calls did not come"]
     pub fn wait_for_calls(&self, calls: usize, limit: Duration) -> bool {
-        let end = Instant::now() + limit.min(Duration::from_secs(86_400));
+        let end = deadline_after(limit);
         let mut state = self.0.state();
         while state.arrived < calls {
             let rest = end.saturating_duration_since(Instant::now());

@@ -6,7 +6,7 @@
 
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::error::{LockError, Result};
 
@@ -29,6 +29,14 @@ pub const MAX_TTL: Duration = Duration::from_secs(366 * 24 * 60 * 60);
 #[must_use]
 pub fn is_live(expires_at_ms: i64, now_ms: i64, tolerance_ms: i64) -> bool {
     expires_at_ms > now_ms.saturating_sub(tolerance_ms)
+}
+
+/// The [`Instant`] that lies so far ahead, for any duration that a caller may give: at most a century,
+/// beyond which an `Instant` may overflow on some system, and which is no limit that anybody would live
+/// to see.
+pub(crate) fn deadline_after(limit: Duration) -> Instant {
+    const CENTURY: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
+    Instant::now() + limit.min(CENTURY)
 }
 
 /// A ttl in whole milliseconds, 1 ms to [`MAX_TTL`]. A fraction of a millisecond is cut off.
@@ -176,7 +184,6 @@ fn system_now() -> Moment {
 #[cfg(not(target_os = "linux"))]
 fn system_now() -> Moment {
     use std::sync::LazyLock;
-    use std::time::Instant;
     // A day in the past, so that moments before the first call can be told apart.
     static START: LazyLock<Instant> = LazyLock::new(Instant::now);
     Moment(Duration::from_secs(86_400) + START.elapsed())
@@ -209,6 +216,15 @@ mod tests {
         assert!(Ttl::new(MAX_TTL + Duration::from_nanos(1)).is_err());
         assert_eq!(Ttl::new(Duration::from_micros(1999)).unwrap().millis(), 1);
         assert_eq!(Ttl::new(MAX_TTL).unwrap().get(), MAX_TTL);
+    }
+
+    #[test]
+    fn a_deadline_exists_for_every_duration() {
+        let soon = deadline_after(Duration::from_secs(60)).saturating_duration_since(Instant::now());
+        assert!(soon <= Duration::from_secs(60) && !soon.is_zero());
+        let far = deadline_after(Duration::MAX);
+        assert!(far > deadline_after(MAX_TTL));
+        assert!(far.checked_add(MAX_TTL).is_some(), "others may add to it");
     }
 
     #[test]

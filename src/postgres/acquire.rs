@@ -26,7 +26,7 @@ use crate::error::{ErrorCode, LockError, Result};
 use crate::model::fence::{FENCE_MAX, Fence};
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::model::lock_id::LockId;
-use crate::model::time::{TIME_TOLERANCE_MS, Ttl, is_live};
+use crate::model::time::{TIME_TOLERANCE_MS, Ttl, deadline_after, is_live};
 use crate::postgres::error::{Trouble, is_all_or_nothing, swallowed};
 use crate::postgres::row::{Answers, Row as Line, int, malformed, required, text, version};
 use crate::postgres::session::{GRACE, Session};
@@ -96,7 +96,7 @@ impl<'a> Acquire<'a> {
         let grace = backend.settings.operation_timeout;
         let mut pause = Duration::from_millis(10);
         loop {
-            if Instant::now() + pause >= end || cancel.is_cancelled() {
+            if deadline_after(pause) >= end || cancel.is_cancelled() {
                 let error = if cancel.is_cancelled() { LockError::aborted() } else { error };
                 return Err(self.unknown(error, grace));
             }
@@ -141,7 +141,7 @@ impl<'a> Acquire<'a> {
              AND l.database = (SELECT d.oid FROM pg_catalog.pg_database AS d WHERE d.datname = pg_catalog.current_database()) \
              AND ((l.classid::int8 << 32) | l.objid::int8) = k.number AND l.pid <> pg_catalog.pg_backend_pid() LIMIT 1"
         );
-        let found = backend.run_bare(Instant::now() + GRACE, cancel, |session| {
+        let found = backend.run_bare(deadline_after(GRACE), cancel, |session| {
             let message = Message::new().raw(session.limits_plain()).raw(&query);
             let answers = session.ask(&message)?;
             Ok(answers.row(0)?.map(|row| Ok::<_, LockError>((int(row, 0)?, int(row, 1)?))).transpose()?)

@@ -22,6 +22,7 @@ use tokio_postgres::tls::{MakeTlsConnect, TlsConnect};
 
 use crate::cancel::{CancelToken, Subscription};
 use crate::error::{ErrorCode, LockError, Result};
+use crate::model::time::deadline_after;
 use crate::postgres::addresses::{Addresses, Candidate, ListedHost, Target, prefer_primary, without_hosts};
 use crate::postgres::error::{NoCandidate, connect_error};
 use crate::postgres::link::{Encryption, GuardedTls, Link};
@@ -79,7 +80,7 @@ impl Connector {
         // First: inside an async runtime not even what the look below builds may be dropped.
         check_runtime()?;
         resources::check()?;
-        let end = end_of(limit);
+        let end = deadline_after(limit);
         let mut none = NoCandidate::default();
         let mut hosts = self.0.addresses.hosts().into_iter().peekable();
         while let Some(host) = hosts.next() {
@@ -208,12 +209,6 @@ impl Connector {
 /// What one candidate may take of the time that is left.
 fn share(end: Instant, last: bool) -> Duration {
     if last { rest(end) } else { rest(end) / 2 }
-}
-
-fn end_of(limit: Duration) -> Instant {
-    const YEAR: Duration = Duration::from_secs(365 * 24 * 60 * 60);
-    let now = Instant::now();
-    now.checked_add(limit).unwrap_or_else(|| now + YEAR)
 }
 
 fn unanswered() -> LockError {

@@ -10,6 +10,7 @@ use postgres::fallible_iterator::FallibleIterator as _;
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::model::lock_id::LockId;
+use crate::model::time::deadline_after;
 use crate::postgres::connect::Connector;
 use crate::postgres::error::Trouble;
 use crate::postgres::processes::{Asked, ROUNDS};
@@ -93,7 +94,7 @@ impl<'a> Listener<'a> {
         let mut key = String::new();
         push_quoted(&proof, &mut key)?;
         second.ask(&format!("SELECT {}", call_waiters(&key)))?;
-        let end = Instant::now() + PROOF;
+        let end = deadline_after(PROOF);
         while !listener.listen(SLICE)?.contains(&number) {
             line.over.check()?;
             if Instant::now() >= end {
@@ -179,7 +180,7 @@ impl<'a> Listener<'a> {
 
     fn exchange(&mut self, sql: &str) -> Result<Answers, Fault> {
         let connection = self.connection.take().ok_or_else(gone)?;
-        let mut session = Session::new(connection, Instant::now() + self.line.limit, &self.line.over);
+        let mut session = Session::new(connection, deadline_after(self.line.limit), &self.line.over);
         let message = Message::new().raw(session.limits()).raw(sql).raw("SELECT pg_catalog.pg_backend_pid()");
         let answers = session.ask(&message);
         if answers.is_ok() {

@@ -66,7 +66,7 @@ use crate::error::{ErrorCode, LockError, Result};
 use crate::model::fence::Fence;
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::model::lock_id::LockId;
-use crate::model::time::{Clock, Moment, Ttl};
+use crate::model::time::{Clock, Moment, Ttl, deadline_after};
 use crate::threads::spawn;
 pub(crate) use error::{Trouble, without_right};
 use schema::{Survey, Tables};
@@ -160,8 +160,9 @@ impl PostgresBackend {
     /// Creates what is missing of the two tables and their indexes. Idempotent, safe at the same
     /// time from many processes, and a no-op for a role without the right to create if all is there.
     pub(crate) fn set_up(&self) -> Result<()> {
-        let end = Instant::now()
-            + self.settings.operation_timeout.saturating_mul(SET_UP_TIMES).min(Duration::from_secs(3600));
+        let limit =
+            self.settings.operation_timeout.saturating_mul(SET_UP_TIMES).min(Duration::from_secs(3600));
+        let end = deadline_after(limit);
         let never = CancelToken::never();
         let survey = self.survey(end, &never)?;
         if survey.is_complete() {
@@ -269,14 +270,13 @@ impl PostgresBackend {
 
     /// When an operation that starts now must be over.
     pub(crate) fn end(&self) -> Instant {
-        let now = Instant::now();
-        now.checked_add(self.settings.operation_timeout).unwrap_or(now + Duration::from_secs(86_400))
+        deadline_after(self.settings.operation_timeout)
     }
 
     /// The same for one with a deadline of its own.
     fn end_by(&self, deadline: Moment) -> Instant {
         let left = deadline.since(Clock::system().now());
-        Instant::now().checked_add(left).map_or_else(|| self.end(), |end| end.min(self.end()))
+        deadline_after(left).min(self.end())
     }
 }
 

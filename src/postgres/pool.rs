@@ -12,6 +12,7 @@ use postgres::{Client, NoTls};
 
 use crate::cancel::CancelToken;
 use crate::error::{LockError, Result};
+use crate::model::time::deadline_after;
 use crate::postgres::connect::{Connector, check_runtime, guard_runtime, rest};
 use crate::postgres::link::Link;
 use crate::postgres::resources;
@@ -90,7 +91,7 @@ pub(crate) fn get(pool: &dyn Pool, end: Instant, cancel: &CancelToken) -> Result
     if rest(end).is_zero() {
         return Err(out_of_time());
     }
-    let end = Instant::now().checked_add(pool.connection_timeout()).map_or(end, |own| own.min(end));
+    let end = end.min(deadline_after(pool.connection_timeout()));
     let mut why = None;
     loop {
         cancel.check()?;

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use crate::cancel::CancelToken;
 use crate::error::{LockError, Result};
+use crate::model::time::deadline_after;
 use crate::postgres::error::Trouble;
 use crate::postgres::session::Session;
 use crate::postgres::{Fault, Located, MAX_REPLACEMENTS, PostgresBackend};
@@ -41,7 +42,7 @@ impl PostgresBackend {
                 Ok(result) => return Ok((result, first)),
                 Err(Fault::Error(error)) if first.is_none() => return Err(Fault::Error(error)),
                 Err(Fault::Error(error) | Fault::Doubt(error)) => {
-                    if Instant::now() + pause >= end || cancel.is_cancelled() {
+                    if deadline_after(pause) >= end || cancel.is_cancelled() {
                         return Err(Fault::Doubt(error));
                     }
                     first.get_or_insert(error);

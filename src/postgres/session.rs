@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 
 use crate::cancel::{CancelToken, Subscription};
 use crate::error::{ErrorCode, LockError, Result};
+use crate::model::time::deadline_after;
 use crate::postgres::connect::{guard_runtime, rest};
 use crate::postgres::error::{READ_ONLY, Trouble, call_error, is_unprepared};
 use crate::postgres::link::Link;
@@ -147,7 +148,7 @@ impl<'a> Session<'a> {
         if !std::mem::take(&mut self.in_transaction) || self.connection.is_none() {
             return;
         }
-        let end = std::mem::replace(&mut self.end, Instant::now() + ROLLBACK_LIMIT);
+        let end = std::mem::replace(&mut self.end, deadline_after(ROLLBACK_LIMIT));
         let done = self.simple(&Message::new().raw("ROLLBACK"), true);
         self.end = end;
         if done.is_err() {

@@ -10,6 +10,7 @@ use r2d2::ManageConnection;
 
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
+use crate::model::time::deadline_after;
 use crate::postgres::callers::CallersPool;
 use crate::postgres::connect::{Connector, guard_runtime, rest};
 use crate::postgres::link::Link;
@@ -89,7 +90,7 @@ impl Source {
         if let Some(connector) = self.connector() {
             return Connection::alone(connector.clone(), rest(end), &never).map(Some);
         }
-        let found = self.get(end.min(Instant::now() + SPARE), &never);
+        let found = self.get(end.min(deadline_after(SPARE)), &never);
         Ok(found.inspect_err(|error| log::debug!("no second connection: {}", error.chain())).ok())
     }
 

@@ -32,6 +32,7 @@ use std::time::{Duration, Instant};
 
 use crate::backend::{Heard, OnHeard, Watch};
 use crate::cancel::CancelToken;
+use crate::model::time::deadline_after;
 use crate::postgres::connect::Connector;
 use crate::postgres::listen::{Fault, Line, Listener};
 use crate::threads::spawn;
@@ -154,7 +155,7 @@ impl Wakes {
     /// Ends the thread and its connection, and waits until that is done, but not for long.
     pub(crate) fn close(&self) {
         self.end();
-        let end = Instant::now() + CLOSING;
+        let end = deadline_after(CLOSING);
         let mut desk = self.0.desk();
         while desk.running {
             let left = end.saturating_duration_since(Instant::now());
@@ -241,7 +242,7 @@ impl Shared {
     /// Notes that nothing is registered any more, and when the next attempt may be made.
     fn rest(&self, wait: Option<Duration>) {
         let mut desk = self.desk();
-        desk.retry_at = wait.map(|wait| Instant::now() + wait);
+        desk.retry_at = wait.map(deadline_after);
         for entry in desk.keys.values_mut() {
             entry.number = None;
         }

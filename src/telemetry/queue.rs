@@ -23,6 +23,7 @@ use std::thread::{self, JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
 use crate::model::hash::hash_key;
+use crate::model::time::deadline_after;
 use crate::telemetry::event::{LockEvent, Raw, TelemetryOptions};
 use crate::threads::{contained, spawn};
 
@@ -249,7 +250,7 @@ impl Queue {
 
     /// Waits until everything queued before now is settled. A callback cannot wait for itself.
     fn flush(&self, timeout: Duration) -> bool {
-        let end = Instant::now().checked_add(timeout);
+        let end = deadline_after(timeout);
         let mut state = self.state();
         let goal = state.queued;
         loop {
@@ -268,7 +269,7 @@ impl Queue {
 
     /// Ends the thread, and waits until it has: whether it is over and may be joined.
     fn close(&self, timeout: Duration) -> bool {
-        let end = Instant::now().checked_add(timeout);
+        let end = deadline_after(timeout);
         let mut state = self.state();
         if matches!(state.stage, Stage::Fresh) {
             state.drop_waiting();
@@ -308,8 +309,7 @@ impl State {
 }
 
 /// What is left until `end`, for one wait; `None` when it is over.
-fn rest(end: Option<Instant>) -> Option<Duration> {
-    let far = Duration::from_secs(3600);
-    let rest = end.map_or(far, |end| end.saturating_duration_since(Instant::now()));
-    (!rest.is_zero()).then_some(rest.min(far))
+fn rest(end: Instant) -> Option<Duration> {
+    let rest = end.saturating_duration_since(Instant::now());
+    (!rest.is_zero()).then_some(rest)
 }
