@@ -60,7 +60,7 @@ impl PgLockClient {
     ) -> Result<Option<AdvisoryGuard>> {
         self.locks.check_process()?;
         let merged = self.locks.cancellable(options.token());
-        self.sessions.try_lock(*key, options, &merged.token.token)
+        self.sessions.try_lock(*key, options, &merged.token)
     }
 
     /// Waits for a session lock, with default options: at most 5 s. See
@@ -98,7 +98,7 @@ impl PgLockClient {
     pub fn advisory_lock_with(&self, key: &AdvisoryKey, options: &AdvisoryOptions) -> Result<AdvisoryGuard> {
         self.locks.check_process()?;
         let merged = self.locks.cancellable(options.token());
-        self.sessions.lock(*key, options, &merged.token.token)
+        self.sessions.lock(*key, options, &merged.token)
     }
 
     /// The sessions that hold advisory locks of this database, whatever program took them. The role
@@ -112,7 +112,7 @@ impl PgLockClient {
     ///
     /// By the client's token.
     pub fn advisory_holders(&self) -> Result<Vec<AdvisorySession>> {
-        self.sessions.sessions(true, &self.locks.token.token)
+        self.sessions.sessions(true, &self.locks.token)
     }
 
     /// The sessions that wait in the server for advisory locks of this database. Waiters of this
@@ -126,7 +126,7 @@ impl PgLockClient {
     ///
     /// By the client's token.
     pub fn advisory_waiters(&self) -> Result<Vec<AdvisorySession>> {
-        self.sessions.sessions(false, &self.locks.token.token)
+        self.sessions.sessions(false, &self.locks.token)
     }
 
     /// Ends the session with this server process, if it holds or waits for an advisory lock of this
@@ -147,6 +147,6 @@ impl PgLockClient {
     ///
     /// By the client's token.
     pub fn terminate_advisory_session(&self, pid: i32) -> Result<bool> {
-        self.sessions.terminate(pid, &self.locks.token.token)
+        self.sessions.terminate(pid, &self.locks.token)
     }
 }

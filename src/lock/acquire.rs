@@ -37,12 +37,12 @@ use crate::model::time::Moment;
 /// One attempt.
 pub(super) fn try_lock(client: &LockClient, key: &Arc<str>, plan: &Plan) -> Result<Option<LockGuard>> {
     let engine = client.engine();
-    let merged = client.token.and(&plan.cancel);
-    merged.token.check()?;
+    let token = client.token.and(&plan.cancel);
+    token.check()?;
     let _entered = engine.enter()?;
     let end = engine.call_deadline(Moment::NEVER);
-    prepare(engine, plan, end, &merged.token)?;
-    match attempt(client, key, plan, end, &merged.token)? {
+    prepare(engine, plan, end, &token)?;
+    match attempt(client, key, plan, end, &token)? {
         Tried::Granted(guard) => Ok(Some(guard)),
         Tried::Taken | Tried::TooLate => Ok(None),
     }
@@ -53,18 +53,18 @@ pub(super) fn lock(client: &LockClient, key: &Arc<str>, plan: &Plan) -> Result<L
     let engine = client.engine();
     let start = engine.clock.now();
     let end = plan.timeout.map_or(Moment::NEVER, |timeout| start.after(timeout));
-    let merged = client.token.and(&plan.cancel);
-    merged.token.check()?;
+    let token = client.token.and(&plan.cancel);
+    token.check()?;
     let _entered = engine.enter()?;
     // Without any time, the wait says so better.
     if start < end {
-        prepare(engine, plan, end, &merged.token)?;
+        prepare(engine, plan, end, &token)?;
     }
     let ticket = engine.queue.join(key);
     let mut wait = Waiter {
         engine,
         key,
-        token: &merged.token,
+        token: &token,
         ticket,
         bed: None,
         watch: None,

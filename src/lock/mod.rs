@@ -22,7 +22,6 @@ mod options;
 mod queue;
 mod report;
 mod timer;
-mod token;
 mod wake;
 mod worker;
 
@@ -54,7 +53,6 @@ pub use report::{ReleaseErrorContext, ReleaseSource};
 pub(crate) use report::OnReleaseError;
 
 use engine::{Engine, Handle};
-use token::Token;
 
 /// What a [`LockClient`] is built with.
 #[derive(Clone)]
@@ -91,7 +89,7 @@ impl fmt::Debug for ClientSettings {
 /// Its blocking calls are for ordinary threads; inside an async runtime use `spawn_blocking`.
 #[derive(Clone)]
 pub struct LockClient {
-    pub(crate) token: Token,
+    pub(crate) token: CancelToken,
     handle: Arc<Handle>,
 }
 
@@ -105,7 +103,7 @@ impl LockClient {
     #[must_use]
     pub fn with_settings(backend: Arc<dyn LockBackend>, settings: ClientSettings) -> Self {
         let engine = Engine::new(backend, settings.dispose_timeout, settings.on_release_error);
-        Self { token: Token::never(), handle: Arc::new(Handle::new(engine)) }
+        Self { token: CancelToken::never(), handle: Arc::new(Handle::new(engine)) }
     }
 
     /// Waits for the lock with default options: at most 5 s, then a lease of 30 s that is renewed.
@@ -240,9 +238,9 @@ impl LockClient {
     pub fn acquire(&self, key: &str, ttl: Duration) -> Result<AcquireResult> {
         let key = Key::new(key)?;
         let ttl = Ttl::new(ttl)?.get();
-        self.token.token.check()?;
+        self.token.check()?;
         let _entered = self.engine().enter()?;
-        acquire::request(self.engine(), key.as_str(), ttl, Moment::NEVER, &self.token.token)
+        acquire::request(self.engine(), key.as_str(), ttl, Moment::NEVER, &self.token)
             .map(AcquireResult::from)
     }
 
@@ -263,7 +261,7 @@ impl LockClient {
     /// By the client's token: then the lease stays held.
     pub fn release(&self, lock_id: &str) -> Result<ReleaseResult> {
         LockId::parse(lock_id)?;
-        let result = self.engine().backend.release(lock_id, &self.token.token);
+        let result = self.engine().backend.release(lock_id, &self.token);
         result.map(ReleaseResult::from).map_err(|error| error.with_lock_id(lock_id))
     }
 
@@ -283,7 +281,7 @@ impl LockClient {
     pub fn extend(&self, lock_id: &str, ttl: Duration) -> Result<ExtendResult> {
         LockId::parse(lock_id)?;
         let ttl = Ttl::new(ttl)?.get();
-        let result = self.engine().backend.extend(lock_id, ttl, &self.token.token);
+        let result = self.engine().backend.extend(lock_id, ttl, &self.token);
         result.map(ExtendResult::from).map_err(|error| error.with_lock_id(lock_id))
     }
 
@@ -302,7 +300,7 @@ impl LockClient {
     /// By the client's token.
     pub fn is_locked(&self, key: &str) -> Result<bool> {
         let key = Key::new(key)?;
-        let result = self.engine().backend.is_locked(key.as_str(), &self.token.token);
+        let result = self.engine().backend.is_locked(key.as_str(), &self.token);
         result.map_err(|error| error.with_key(key.as_str()))
     }
 
@@ -321,7 +319,7 @@ impl LockClient {
     /// By the client's token.
     pub fn lookup(&self, what: Lookup<'_>) -> Result<Option<LockInfo>> {
         Self::check_lookup(what)?;
-        self.engine().backend.lookup(what, &self.token.token)
+        self.engine().backend.lookup(what, &self.token)
     }
 
     /// The live lease of this key. See [`lookup`](Self::lookup).
@@ -363,7 +361,7 @@ impl LockClient {
     pub fn get_by_key_raw(&self, key: &str) -> Result<Option<LockInfoDebug>> {
         let what = Lookup::Key(key);
         Self::check_lookup(what)?;
-        self.engine().backend.lookup_raw(what, &self.token.token)
+        self.engine().backend.lookup_raw(what, &self.token)
     }
 
     /// The live lease with this id, with the raw key and lock id: **sensitive**, for debugging.
@@ -379,7 +377,7 @@ impl LockClient {
     pub fn get_by_id_raw(&self, lock_id: &str) -> Result<Option<LockInfoDebug>> {
         let what = Lookup::LockId(lock_id);
         Self::check_lookup(what)?;
-        self.engine().backend.lookup_raw(what, &self.token.token)
+        self.engine().backend.lookup_raw(what, &self.token)
     }
 
     /// Whether a live lease has this id. For diagnosis, never as a guard before a change: use the

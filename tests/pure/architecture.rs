@@ -22,8 +22,8 @@ const FLOORS: [(&str, u8); 12] = [
     ("memory", 5),
     ("telemetry", 5),
     ("backend", 4),
-    ("model", 3),
-    ("cancel", 2),
+    ("cancel", 3),
+    ("model", 2),
     ("error", 1),
     ("threads", 1),
 ];
