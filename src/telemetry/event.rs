@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use crate::backend::Reason;
 use crate::error::ErrorCode;
+use crate::threads::Foreign;
 
 /// Which of the five operations an event is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -127,7 +128,7 @@ impl fmt::Debug for LockEvent {
 #[derive(Clone)]
 #[must_use = "options do nothing until they are given to a client or with_telemetry"]
 pub struct TelemetryOptions {
-    pub(super) on_event: Arc<dyn Fn(&LockEvent) + Send + Sync>,
+    pub(super) on_event: Foreign<Arc<dyn Fn(&LockEvent) + Send + Sync>>,
     pub(super) raw: Raw,
     pub(super) capacity: usize,
     pub(super) flush_timeout: Duration,
@@ -138,7 +139,7 @@ pub struct TelemetryOptions {
 pub(super) enum Raw {
     Never,
     Always,
-    If(Arc<dyn Fn(&LockEvent) -> bool + Send + Sync>),
+    If(Foreign<Arc<dyn Fn(&LockEvent) -> bool + Send + Sync>>),
 }
 
 impl TelemetryOptions {
@@ -147,7 +148,7 @@ impl TelemetryOptions {
     /// reported as well); it cannot delay or fail an operation.
     pub fn new(on_event: impl Fn(&LockEvent) + Send + Sync + 'static) -> Self {
         Self {
-            on_event: Arc::new(on_event),
+            on_event: Foreign::new(Arc::new(on_event)),
             raw: Raw::Never,
             capacity: 16_384,
             flush_timeout: Duration::from_secs(1),
@@ -163,7 +164,7 @@ impl TelemetryOptions {
     /// Has this decide, event by event, whether one carries the raw key and lock id. It sees the
     /// event without them, on the thread of the callback; if it panics, the answer is no.
     pub fn include_raw_if(mut self, permit: impl Fn(&LockEvent) -> bool + Send + Sync + 'static) -> Self {
-        self.raw = Raw::If(Arc::new(permit));
+        self.raw = Raw::If(Foreign::new(Arc::new(permit)));
         self
     }
 

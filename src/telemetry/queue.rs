@@ -240,12 +240,13 @@ impl Queue {
         let permitted = match &self.options.raw {
             Raw::Never => false,
             Raw::Always => true,
-            Raw::If(permit) => contained(|| permit(&event)).unwrap_or(false),
+            Raw::If(permit) => permit.get().and_then(|permit| contained(|| permit(&event))).unwrap_or(false),
         };
         if permitted {
             (event.key, event.lock_id) = raw;
         }
-        contained(|| (self.options.on_event)(&event)).is_none()
+        let called = self.options.on_event.get().and_then(|on_event| contained(|| on_event(&event)));
+        called.is_none()
     }
 
     /// Waits until everything queued before now is settled. A callback cannot wait for itself.

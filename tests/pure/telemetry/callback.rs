@@ -244,3 +244,28 @@ fn the_callback_runs_on_one_thread_of_its_own() {
     }
     assert!(named.load(Ordering::SeqCst));
 }
+
+#[test]
+fn what_a_callback_and_a_predicate_captured_may_panic_when_it_is_dropped() {
+    for events in [0, 1] {
+        let (callback, predicate) = (Bomb, Bomb);
+        let options = TelemetryOptions::new(move |_| {
+            let _ = &callback;
+        });
+        let backend = with_telemetry(
+            MemoryBackend::manual(),
+            options.include_raw_if(move |_| {
+                let _ = &predicate;
+                true
+            }),
+        );
+        for _ in 0..events {
+            assert!(!backend.is_locked("k", &never()).unwrap());
+        }
+        let handle = backend.handle();
+        assert!(handle.flush(LIMIT));
+        drop(backend);
+        assert_eq!((handle.delivered(), handle.panics()), (events, 0));
+        drop(handle);
+    }
+}
