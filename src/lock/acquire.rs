@@ -31,6 +31,7 @@ use crate::lock::options::{Heartbeat, Plan};
 use crate::lock::queue::Ticket;
 use crate::lock::report::{ReleaseErrorContext, ReleaseSource};
 use crate::lock::wake::{FREED, LISTENING, LOOK, Registered};
+use crate::lock::worker;
 use crate::model::lock_id::LockId;
 use crate::model::time::Moment;
 
@@ -405,16 +406,16 @@ pub(super) fn request(
     let lock_id = LockId::generate()?;
     let deadline = engine.call_deadline(end);
     let attempt = Attempt { key, lock_id: lock_id.as_str(), ttl, deadline };
-    engine.backend.grant(&attempt, token).map_err(|error| {
+    // A request that has reached the server may still wait there, for as long as it may.
+    let may_last = engine.backend.operation_timeout().saturating_add(ttl).saturating_add(TOLERANCE);
+    worker::change(may_last, || engine.backend.grant(&attempt, token)).map_err(|error| {
         let mut error = error.with_key(key);
         if error.lock_id().is_none() {
             error = error.with_lock_id(lock_id.as_str());
         }
         if error.is_outcome_unknown() {
             let id = error.lock_id().unwrap_or(lock_id.as_str());
-            // A request that has reached the server may still wait there, for as long as it may.
-            let grace = engine.backend.operation_timeout();
-            let over_at = engine.clock.now().after(grace).after(ttl).after(TOLERANCE);
+            let over_at = engine.clock.now().after(may_last);
             let mut deferred = unheld(engine, key, id, over_at);
             deferred.may_arrive = true;
             // For a single acquire this is the first time that a thread is needed. Without one the
@@ -448,7 +449,7 @@ fn fresh(
         version: granted.version,
         ttl,
     };
-    let answer = engine.backend.prolong(&lease, engine.call_deadline(end));
+    let answer = worker::change(ttl, || engine.backend.prolong(&lease, engine.call_deadline(end)));
     let late = engine.clock.now() >= now.after(ttl);
     match answer {
         Ok(RenewOutcome::Renewed { expires_at_ms, version }) if !late => {

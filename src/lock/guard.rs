@@ -148,10 +148,10 @@ impl LockGuard {
             engine.crew.arm(&self.held, &lease);
             (flight, lease.version())
         };
-        let mut answer = Answer { guard: self, flight, outcome: Outcome::Unknown };
         let deadline = engine.call_deadline(Moment::NEVER);
-        let result = engine.backend.prolong(&self.held.renewal(version, ttl), deadline);
-        answer.outcome = match &result {
+        let result =
+            worker::change(ttl, || engine.backend.prolong(&self.held.renewal(version, ttl), deadline));
+        let outcome = match &result {
             Ok(RenewOutcome::Renewed { expires_at_ms, version }) => {
                 Outcome::Confirmed { expires_at_ms: *expires_at_ms, version: *version }
             }
@@ -160,7 +160,7 @@ impl LockGuard {
             Err(error) if error.is_outcome_unknown() => Outcome::Unknown,
             Err(_) => Outcome::Refused,
         };
-        drop(answer);
+        worker::finish(engine, &self.held, flight, engine.clock.now(), outcome);
         match result {
             // An answer that came after the deadline came too late: the lease is lost.
             Ok(RenewOutcome::Renewed { expires_at_ms, .. }) if self.is_held() => {
@@ -299,20 +299,6 @@ impl LockGuard {
                 report(handler.as_ref(), &error, &context);
             }
         }
-    }
-}
-
-/// Books an extend's answer also when the backend panicked.
-struct Answer<'a> {
-    guard: &'a LockGuard,
-    flight: u32,
-    outcome: Outcome,
-}
-
-impl Drop for Answer<'_> {
-    fn drop(&mut self) {
-        let engine = self.guard.engine();
-        worker::finish(engine, &self.guard.held, self.flight, engine.clock.now(), self.outcome);
     }
 }
 

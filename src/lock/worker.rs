@@ -269,14 +269,19 @@ pub(super) enum Settled {
     Kept,
 }
 
-/// Lets a lease go, or makes sure that it lasts to the end of its `min_hold`. A backend that panics
-/// has failed: what it did is not known.
-pub(super) fn settle(engine: &Engine, deferred: &mut Deferred, rest: Duration) -> Result<Settled> {
-    contained(|| ask_to_settle(engine, deferred, rest)).unwrap_or_else(|| {
+/// Asks the backend for a change. One that panics has failed, and what it did is not known: what it
+/// was asked for may be in force for as long as `may_last`.
+pub(super) fn change<T>(may_last: Duration, call: impl FnOnce() -> Result<T>) -> Result<T> {
+    contained(call).unwrap_or_else(|| {
         Err(LockError::new(ErrorCode::Internal)
-            .with_message("the backend panicked in a release: it is tried again in the background")
-            .with_unknown_outcome(Duration::MAX))
+            .with_message("the backend panicked: its message is where the program's panics go")
+            .with_unknown_outcome(may_last))
     })
+}
+
+/// Lets a lease go, or makes sure that it lasts to the end of its `min_hold`.
+pub(super) fn settle(engine: &Engine, deferred: &mut Deferred, rest: Duration) -> Result<Settled> {
+    change(Duration::MAX, || ask_to_settle(engine, deferred, rest))
 }
 
 fn ask_to_settle(engine: &Engine, deferred: &mut Deferred, rest: Duration) -> Result<Settled> {

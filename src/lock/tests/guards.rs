@@ -436,6 +436,33 @@ fn a_release_that_panics_in_the_backend_goes_to_the_worker_and_is_told() {
 }
 
 #[test]
+fn an_acquire_that_panics_in_the_backend_is_an_error_and_what_it_may_have_taken_is_released() {
+    let backend = Recorder::manual();
+    let client = client(&backend);
+    backend.script("attempt", [Script::Panic]);
+    let error = client.lock("k").unwrap_err();
+    assert_eq!(error.code(), ErrorCode::Internal);
+    assert!(error.is_outcome_unknown() && error.lock_id().is_some(), "{error:?}");
+    eventually("the worker has asked for its release", || backend.count("release") >= 1);
+    drop(client.lock("k").unwrap());
+    assert!(client.close(s(30)).unwrap().is_clean() && backend.is_free("k"));
+}
+
+#[test]
+fn an_extend_that_panics_in_the_backend_is_an_error_and_the_guard_trusts_neither_end() {
+    let backend = Recorder::manual();
+    let held = client(&backend).lock_with("k", &LockOptions::new().ttl(s(60)).heartbeat(Heartbeat::Off));
+    let held = held.unwrap();
+    backend.script("extend", [Script::Panic]);
+    let error = held.extend(s(10)).unwrap_err();
+    assert_eq!(error.code(), ErrorCode::Internal);
+    assert!(error.is_outcome_unknown() && error.lock_id().is_some(), "{error:?}");
+    assert!(held.remaining() <= s(10), "{:?}", held.remaining());
+    assert!(matches!(held.extend(s(60)).unwrap(), ExtendResult::Extended { .. }));
+    assert_eq!(held.release().unwrap(), ReleaseResult::Released);
+}
+
+#[test]
 fn what_a_callback_captured_may_panic_when_it_is_dropped() {
     struct Bomb(Arc<Mutex<u32>>);
     impl Drop for Bomb {
