@@ -128,18 +128,21 @@ impl fmt::Debug for LockEvent {
 #[derive(Clone)]
 #[must_use = "options do nothing until they are given to a client or with_telemetry"]
 pub struct TelemetryOptions {
-    pub(super) on_event: Foreign<Arc<dyn Fn(&LockEvent) + Send + Sync>>,
+    pub(super) on_event: OnEvent,
     pub(super) raw: Raw,
     pub(super) capacity: usize,
     pub(super) flush_timeout: Duration,
 }
+
+type OnEvent = Foreign<Arc<dyn Fn(&LockEvent) + Send + Sync>>;
+type Permit = Foreign<Arc<dyn Fn(&LockEvent) -> bool + Send + Sync>>;
 
 /// Who may see raw keys and lock ids.
 #[derive(Clone)]
 pub(super) enum Raw {
     Never,
     Always,
-    If(Foreign<Arc<dyn Fn(&LockEvent) -> bool + Send + Sync>>),
+    If(Permit),
 }
 
 impl TelemetryOptions {
