@@ -33,6 +33,7 @@ fn is_caught(missing: &'static str, fenced: bool, faults: &[Fault], rule: &str) 
             seed: crate::seed() + n,
             operation: 700,
             pool: 3,
+            pooled: false,
         };
         let Report { violations, rewritten, .. } = run(&setup);
         assert_eq!(rewritten > 0, !missing.is_empty(), "{missing:?} was taken out");
@@ -302,6 +303,11 @@ fn with_commits_that_do_not_wait_for_the_disk_it_is_caught() {
 }
 
 #[test]
+fn without_the_version_late_copies_are_caught() {
+    is_caught("version", true, &[Fault::LateCopies], "overlap");
+}
+
+#[test]
 fn a_register_without_fences_is_caught() {
     is_caught("", false, &[Fault::StopHolder], "register");
 }
@@ -318,6 +324,7 @@ fn without_the_advisory_lock_nothing_is_wrong() {
         seed: crate::seed(),
         operation: 700,
         pool: 3,
+        pooled: false,
     });
     assert!(report.rewritten > 0, "it was taken out");
     assert!(report.violations.is_empty(), "{:#?}", report.violations);

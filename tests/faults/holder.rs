@@ -138,17 +138,29 @@ impl Holder<'_> {
             }
             thread::sleep(Duration::from_millis(10));
         }
-        if self.random.below(2) == 0 {
+        let mut longest = ttl;
+        for _ in 0..self.random.below(4) {
+            let asked = self.asked(ttl);
+            longest = longest.max(asked);
             let sent = now();
+            // Whatever becomes of a message that shortens the lease: it may be carried out.
+            end = end.min(sent + as_ns(asked));
             let result = self.op(
-                ("extend", key, fence, ttl),
+                ("extend", key, fence, asked),
                 self.operation,
-                || self.client.extend(&lease.lock_id, ttl),
-                |result| extended(result, ttl),
+                || self.client.extend(&lease.lock_id, asked),
+                |result| extended(result, asked, longest),
             );
-            if matches!(result, Ok(ExtendResult::Extended { .. })) {
-                end = end.max(sent + as_ns(ttl));
-                self.believe(key, fence, ttl, || now() < end);
+            match result {
+                Ok(ExtendResult::Extended { .. }) => end = sent + as_ns(asked),
+                Ok(ExtendResult::NotHeld) => break,
+                Err(_) => {}
+            }
+            for _ in 0..self.random.below(40) {
+                if !self.believe(key, fence, ttl, || now() < end) {
+                    break;
+                }
+                thread::sleep(Duration::from_millis(10));
             }
         }
         let _ = self.op(
@@ -157,6 +169,11 @@ impl Holder<'_> {
             || self.client.release(&lease.lock_id),
             released,
         );
+    }
+
+    /// For how long a lease is to be extended: the same, or shorter, or longer.
+    fn asked(&mut self, ttl: Duration) -> Duration {
+        [ttl, ttl / 5, ttl * 2][usize::try_from(self.random.below(3)).unwrap_or(0)]
     }
 
     /// Every call often, on a key of its own, until one fails: from the sixteenth on, on one connection, they
@@ -177,7 +194,7 @@ impl Holder<'_> {
             ("extend", key, fence, ttl),
             self.operation,
             || self.client.extend(&lease.lock_id, ttl),
-            |result| extended(result, ttl),
+            |result| extended(result, ttl, ttl),
         );
         let released = self.op(
             ("release", key, fence, ttl),
@@ -239,6 +256,7 @@ impl Holder<'_> {
     fn hold(&mut self, guard: &LockGuard, ttl: Duration) {
         let (key, fence) = (guard.key().to_owned(), guard.fence().get());
         let rounds = if self.random.below(8) == 0 { 150 } else { self.random.below(20) };
+        let mut longest = ttl;
         for _ in 0..rounds {
             if !self.believe(&key, fence, ttl, || guard.is_held()) {
                 // Late work, as of a holder that does not look: the register must refuse it.
@@ -247,10 +265,12 @@ impl Holder<'_> {
             }
             match self.random.below(30) {
                 0..4 => self.write(guard, ttl),
-                4 => {
-                    let call = || guard.extend(ttl);
-                    let _ = self.op(("extend", &key, fence, ttl), self.operation, call, |result| {
-                        extended(result, ttl)
+                4..6 => {
+                    let asked = self.asked(ttl);
+                    longest = longest.max(asked);
+                    let call = || guard.extend(asked);
+                    let _ = self.op(("extend", &key, fence, asked), self.operation, call, |result| {
+                        extended(result, asked, longest)
                     });
                 }
                 _ => thread::sleep(Duration::from_millis(10)),
@@ -372,8 +392,10 @@ fn granted(fence: u64, expires_at_ms: i64, ttl: Duration) -> String {
     format!("ok {fence} {}", decided(expires_at_ms, ttl))
 }
 
-fn extended(result: &Result<ExtendResult, LockError>, ttl: Duration) -> String {
+/// Where a longer one was asked for before, the end may be that one's, and tells no time.
+fn extended(result: &Result<ExtendResult, LockError>, ttl: Duration, longest: Duration) -> String {
     match result {
+        Ok(ExtendResult::Extended { .. }) if ttl < longest => "ok 0 0".to_owned(),
         Ok(ExtendResult::Extended { expires_at_ms }) => format!("ok 0 {}", decided(*expires_at_ms, ttl)),
         Ok(ExtendResult::NotHeld) => "refused".to_owned(),
         Err(error) => failed(error),

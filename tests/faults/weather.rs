@@ -10,10 +10,12 @@ use crate::holder::Random;
 use crate::storm::{Crew, lock};
 use crate::support::cluster::setting;
 use crate::support::{Action, Network, Proxy, Server, Stop};
+use crate::zombies::calls;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     Messages,
+    LateCopies,
     SlowAnswers,
     Mute,
     Refusing,
@@ -37,8 +39,9 @@ pub enum Fault {
     SetClock,
 }
 
-pub const ALL: [Fault; 22] = [
+pub const ALL: [Fault; 23] = [
     Fault::Messages,
+    Fault::LateCopies,
     Fault::KillHolder,
     Fault::StopHolder,
     Fault::CrashServer,
@@ -62,10 +65,33 @@ pub const ALL: [Fault; 22] = [
     Fault::SetClock,
 ];
 
+/// What is tried behind a pooler: copies come late between any two of the others, and while they last.
+pub const POOLED: [Fault; 18] = [
+    Fault::LateCopies,
+    Fault::Messages,
+    Fault::LateCopies,
+    Fault::KillHolder,
+    Fault::LateCopies,
+    Fault::Terminate,
+    Fault::LateCopies,
+    Fault::StopHolder,
+    Fault::LateCopies,
+    Fault::Mute,
+    Fault::LateCopies,
+    Fault::LockRow,
+    Fault::LateCopies,
+    Fault::Refusing,
+    Fault::LateCopies,
+    Fault::SlowCommits,
+    Fault::LateCopies,
+    Fault::CrashServer,
+];
+
 impl Fault {
     pub fn name(self) -> &'static str {
         match self {
             Self::Messages => "single messages cut, delayed, swallowed, late",
+            Self::LateCopies => "extends and renewals late, or once more",
             Self::SlowAnswers => "answers later than the ttl",
             Self::Mute => "network mute, then all arrives",
             Self::Refusing => "all connections cut, new ones refused",
@@ -115,6 +141,7 @@ impl<'a> Weather<'a> {
         let lasting = self.random.below(1000);
         match fault {
             Fault::Messages => self.messages(),
+            Fault::LateCopies => self.late_copies(),
             Fault::SlowAnswers => self.slow_answers(200, 680),
             Fault::Mute => {
                 self.proxy.network(Network::Mute);
@@ -202,6 +229,22 @@ impl<'a> Weather<'a> {
             }
         });
         thread::sleep(ms(2000));
+        self.proxy.pass_all();
+    }
+
+    /// What changes the end of a lease loses its answer. It comes seconds later, or at once and then once
+    /// more: that lease may have been changed meanwhile, or be somebody else's.
+    fn late_copies(&mut self) {
+        let mut random = Random(self.random.below(u64::MAX) | 1);
+        self.proxy.on_query(move |sql| {
+            if !(calls("sg_extend", sql) || calls("sg_renew", sql)) || random.below(3) > 0 {
+                return Action::Pass;
+            }
+            let most = if random.below(2) == 0 { 600 } else { 3000 };
+            let delay = ms(50 + random.below(most));
+            if random.below(2) == 0 { Action::Zombie(Some(delay)) } else { Action::Twice(delay) }
+        });
+        thread::sleep(ms(2500));
         self.proxy.pass_all();
     }
 

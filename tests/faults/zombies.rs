@@ -128,7 +128,7 @@ impl Scene {
 }
 
 /// Whether a message calls the statement: by its name, or written out.
-fn calls(name: &str, sql: &str) -> bool {
+pub fn calls(name: &str, sql: &str) -> bool {
     let written_out = match name {
         "sg_extend" => "LEFT JOIN u ON true",
         "sg_renew" => "WITH ORDINALITY AS want",

@@ -1,4 +1,4 @@
-//! PgBouncer before the shared server. Debian's package has version 1.18, which knows nothing of
+//! PgBouncer before a server. Debian's package has version 1.18, which knows nothing of
 //! prepared statements in transaction mode.
 //!
 //! Needs `pgbouncer`, which `scripts/test` installs.
@@ -21,9 +21,14 @@ pub struct Bouncer {
 }
 
 impl Bouncer {
-    /// In transaction mode with four server connections, unless these settings say otherwise. It
-    /// refuses startup parameters other than those that `ignore_startup_parameters` names.
+    /// Before the shared server, in transaction mode with four server connections, unless these settings
+    /// say otherwise. It refuses startup parameters other than those that `ignore_startup_parameters` names.
     pub fn start(settings: &[(&str, &str)]) -> Self {
+        Self::before(super::server().port(), settings)
+    }
+
+    /// The same before the server on this local port.
+    pub fn before(server: u16, settings: &[(&str, &str)]) -> Self {
         let program = [
             "/usr/sbin/pgbouncer",
             "/usr/bin/pgbouncer",
@@ -39,9 +44,8 @@ impl Bouncer {
         assert!(made.success());
         let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let mut text = format!(
-            "[databases]\n* = host=127.0.0.1 port={} user=postgres\n[pgbouncer]\nlisten_addr = 127.0.0.1\nlisten_port = {port}\n\
+            "[databases]\n* = host=127.0.0.1 port={server} user=postgres\n[pgbouncer]\nlisten_addr = 127.0.0.1\nlisten_port = {port}\n\
              unix_socket_dir =\nauth_type = any\nmax_client_conn = 200\nlogfile = {}\n",
-            super::server().port(),
             dir.join("log").display()
         );
         let defaults = [("pool_mode", "transaction"), ("default_pool_size", "4")];

@@ -2,7 +2,7 @@
 //!
 //! For every query that a client sends, a rule says what becomes of it and of its answer:
 //! cut before, cut within, cut after any number of bytes of the answer, delayed, swallowed, or held
-//! back and delivered after the client has gone (a *zombie*). Beside that the whole network can be
+//! back and delivered after the client has gone (a *zombie*), or delivered twice. Beside that the whole network can be
 //! mute (bytes wait, and arrive when it is open again) or refuse connections.
 //!
 //! A query is a simple one (`Q`), or all messages of the extended protocol up to its `Sync`. A rule
@@ -45,6 +45,8 @@ pub enum Action {
     SayFirst(&'static str),
     /// The client is cut, and the query arrives after this time; `None`: when the gate opens.
     Zombie(Option<Duration>),
+    /// The client is cut, the query reaches the server at once, and again after this time.
+    Twice(Duration),
 }
 
 impl Action {
@@ -60,6 +62,7 @@ impl Action {
             Self::DiscardAll => "DISCARD ALL before the query",
             Self::SayFirst(_) => "another statement before the query",
             Self::Zombie(_) => "query arrives after its client has gone",
+            Self::Twice(_) => "query arrives again after its client has gone",
         }
     }
 }
@@ -346,7 +349,10 @@ fn serve(inner: &Arc<Inner>, client: TcpStream, server: &TcpStream) -> io::Resul
         })
     };
     let outcome = pump_queries(inner, client, server, (&answer, &idle));
-    let _ = server.shutdown(Shutdown::Write);
+    // A late query's connection lives on until it is answered.
+    if !matches!(*answer.lock().unwrap_or_else(PoisonError::into_inner), Answer::Unheard) {
+        let _ = server.shutdown(Shutdown::Write);
+    }
     let _ = back.join();
     inner.state().open.remove(&id);
     outcome
@@ -399,10 +405,19 @@ fn pump_queries(
             // Within a transaction there is nothing to discard.
             Action::Pass | Action::DiscardAll | Action::SayFirst(_) => set(Answer::Pass),
             Action::DelayAnswer(delay) => set(Answer::Delay(delay)),
-            Action::Zombie(delay) => {
-                set(Answer::Unheard);
+            Action::Zombie(_) | Action::Twice(_) => {
                 let _ = client.shutdown(Shutdown::Both);
+                let delay = match action {
+                    Action::Twice(delay) => {
+                        set(Answer::Swallow);
+                        server.write_all(&frame)?;
+                        Some(delay)
+                    }
+                    Action::Zombie(delay) => delay,
+                    _ => None,
+                };
                 inner.wait_for_gate(delay);
+                set(Answer::Unheard);
                 if server.write_all(&frame).is_err() {
                     inner.state().zombies_over += 1;
                 }
