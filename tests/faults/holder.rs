@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use postgres::{Client, NoTls};
 use syncguard::{
-    AcquireResult, ExtendResult, Heartbeat, LockError, LockGuard, LockOptions, PgLockClient, ReleaseResult,
+    AcquireResult, Acquired, ExtendResult, Heartbeat, LockError, LockGuard, LockOptions, PgLockClient,
+    ReleaseResult,
 };
 
 use crate::history::{MS, now};
@@ -96,6 +97,10 @@ fn failed(error: &LockError) -> String {
 
 impl Holder<'_> {
     fn cycle(&mut self) {
+        if self.random.below(4) == 0 {
+            self.patient();
+            return;
+        }
         let key = match self.random.below(10) {
             0..6 => format!("hot{}", self.random.below(3)),
             // One that nobody has used before: there is no row and no counter.
@@ -142,19 +147,8 @@ impl Holder<'_> {
         for _ in 0..self.random.below(4) {
             let asked = self.asked(ttl);
             longest = longest.max(asked);
-            let sent = now();
-            // Whatever becomes of a message that shortens the lease: it may be carried out.
-            end = end.min(sent + as_ns(asked));
-            let result = self.op(
-                ("extend", key, fence, asked),
-                self.operation,
-                || self.client.extend(&lease.lock_id, asked),
-                |result| extended(result, asked, longest),
-            );
-            match result {
-                Ok(ExtendResult::Extended { .. }) => end = sent + as_ns(asked),
-                Ok(ExtendResult::NotHeld) => break,
-                Err(_) => {}
+            if !self.extend((key, &lease), (asked, longest), &mut end) {
+                break;
             }
             for _ in 0..self.random.below(40) {
                 if !self.believe(key, fence, ttl, || now() < end) {
@@ -169,6 +163,65 @@ impl Holder<'_> {
             || self.client.release(&lease.lock_id),
             released,
         );
+    }
+
+    /// Extends without a guard, and counts until when the lease is certain; `false`: it is lost.
+    fn extend(
+        &self,
+        (key, lease): (&str, &Acquired),
+        (asked, longest): (Duration, Duration),
+        end: &mut u64,
+    ) -> bool {
+        let sent = now();
+        // Whatever becomes of a message that shortens the lease: it may be carried out.
+        *end = (*end).min(sent + as_ns(asked));
+        let result = self.op(
+            ("extend", key, lease.fence.get(), asked),
+            self.operation,
+            || self.client.extend(&lease.lock_id, asked),
+            |result| extended(result, asked, longest),
+        );
+        match result {
+            Ok(ExtendResult::Extended { .. }) => *end = sent + as_ns(asked),
+            Ok(ExtendResult::NotHeld) => return false,
+            Err(_) => {}
+        }
+        true
+    }
+
+    /// Shortens a lease, then lengthens it, and holds it to its end: so long that a late copy of the first
+    /// would give it to another one of these.
+    fn patient(&mut self) {
+        let (key, ttl) = (format!("long{}", self.random.below(3)), Duration::from_millis(1500));
+        let (shorter, longer) = (ttl / 5, ttl * 2);
+        if self.random.below(3) > 0 {
+            let sent = now();
+            let Ok(AcquireResult::Acquired(lease)) = self.acquire(&key, ttl) else { return };
+            let (fence, mut end) = (lease.fence.get(), sent + as_ns(ttl));
+            let extended = self.extend((&key, &lease), (shorter, ttl), &mut end)
+                && self.extend((&key, &lease), (longer, longer), &mut end);
+            while extended && self.believe(&key, fence, longer, || now() < end) {
+                thread::sleep(Duration::from_millis(10));
+            }
+            let release = || self.client.release(&lease.lock_id);
+            let _ = self.op(("release", &key, fence, longer), self.operation, release, released);
+            return;
+        }
+        let heartbeat = if self.random.below(2) == 0 { Heartbeat::Off } else { Heartbeat::Auto };
+        let Ok(guard) = self.lock(&key, (ttl, self.operation / 4), heartbeat) else { return };
+        let fence = guard.fence().get();
+        for asked in [shorter, longer] {
+            let extend = ("extend", key.as_str(), fence, asked);
+            let call = || guard.extend(asked);
+            let _ = self.op(extend, self.operation, call, |result| extended(result, asked, longer));
+        }
+        for _ in 0..300 {
+            if !self.believe(&key, fence, longer, || guard.is_held()) {
+                break;
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+        let _ = self.op(("release", &key, fence, ttl), self.operation, || guard.release(), released);
     }
 
     /// For how long a lease is to be extended: the same, or shorter, or longer.
@@ -222,13 +275,15 @@ impl Holder<'_> {
         )
     }
 
-    fn guarded(&mut self, key: &str, ttl: Duration) {
-        let heartbeat =
-            if self.random.below(4) == 0 || !self.fenced { Heartbeat::Off } else { Heartbeat::Auto };
-        // With all of its time a call has nothing to state beside its statement.
-        let wait = if self.random.below(2) == 0 { self.operation } else { self.operation * 4 / 7 };
+    /// A guard, or not, after at most this time.
+    fn lock(
+        &self,
+        key: &str,
+        (ttl, wait): (Duration, Duration),
+        heartbeat: Heartbeat,
+    ) -> Result<LockGuard, LockError> {
         let options = LockOptions::new().ttl(ttl).timeout(wait).heartbeat(heartbeat);
-        let result = self.op(
+        self.op(
             ("acquire", key, 0, ttl),
             wait,
             || self.client.lock_with(key, &options),
@@ -239,8 +294,15 @@ impl Holder<'_> {
                 }
                 Err(error) => failed(error),
             },
-        );
-        let Ok(guard) = result else { return };
+        )
+    }
+
+    fn guarded(&mut self, key: &str, ttl: Duration) {
+        let heartbeat =
+            if self.random.below(4) == 0 || !self.fenced { Heartbeat::Off } else { Heartbeat::Auto };
+        // With all of its time a call has nothing to state beside its statement.
+        let wait = if self.random.below(2) == 0 { self.operation } else { self.operation * 4 / 7 };
+        let Ok(guard) = self.lock(key, (ttl, wait), heartbeat) else { return };
         self.hold(&guard, ttl);
         let fence = guard.fence().get();
         match self.random.below(12) {
