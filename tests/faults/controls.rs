@@ -303,11 +303,6 @@ fn with_commits_that_do_not_wait_for_the_disk_it_is_caught() {
 }
 
 #[test]
-fn without_the_version_late_copies_are_caught() {
-    is_caught("version", true, &[Fault::LateCopies], "overlap");
-}
-
-#[test]
 fn a_register_without_fences_is_caught() {
     is_caught("", false, &[Fault::StopHolder], "register");
 }

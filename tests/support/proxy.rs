@@ -406,16 +406,19 @@ fn pump_queries(
             Action::Pass | Action::DiscardAll | Action::SayFirst(_) => set(Answer::Pass),
             Action::DelayAnswer(delay) => set(Answer::Delay(delay)),
             Action::Zombie(_) | Action::Twice(_) => {
-                let _ = client.shutdown(Shutdown::Both);
                 let delay = match action {
                     Action::Twice(delay) => {
                         set(Answer::Swallow);
                         server.write_all(&frame)?;
                         Some(delay)
                     }
-                    Action::Zombie(delay) => delay,
+                    Action::Zombie(delay) => {
+                        set(Answer::Unheard);
+                        delay
+                    }
                     _ => None,
                 };
+                let _ = client.shutdown(Shutdown::Both);
                 inner.wait_for_gate(delay);
                 set(Answer::Unheard);
                 if server.write_all(&frame).is_err() {
