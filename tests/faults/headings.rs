@@ -83,7 +83,7 @@ fn every_public_function_that_may_block_gives_its_bound_as_a_formula_of_options(
         wrong.extend(wanting.into_iter().map(|name| format!("{}: {name}", file.display())));
     }
     assert!(wrong.is_empty(), "without `# Blocking` with a formula, or without `# Cancellation`: {wrong:#?}");
-    assert!(all > 50, "{all} functions were found: is this still how they are written?");
+    assert!(all > 45, "{all} functions were found: is this still how they are written?");
     let port = fs::read_to_string(src.join("backend/mod.rs")).expect("it can be read");
     let said =
         port.split("pub trait LockBackend").next().and_then(|text| text.rsplit_once("\n\n")).expect("docs").1;

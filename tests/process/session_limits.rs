@@ -51,8 +51,8 @@ fn number_after(text: &str, what: &str) -> Option<u64> {
 
 #[test]
 fn set_up_waits_in_the_server_for_its_own_bound_and_no_longer() {
-    let _alone = crate::support::alone();
     const OPERATION: Duration = Duration::from_secs(5);
+    let _alone = crate::support::alone();
     // A database of its own: the lock is one per database.
     let database = format!("db_{}", unique());
     let mut admin = server().client();
