@@ -18,7 +18,7 @@ fn a_wait_without_cancel_ends_with_false() {
 }
 
 #[test]
-fn children_fire_with_theirparent_and_not_the_other_way_round() {
+fn children_fire_with_their_parent_and_not_the_other_way_round() {
     let parent = CancelToken::new();
     let (first, second) = (parent.child(), parent.child());
     let grandchild = first.child();
@@ -38,7 +38,7 @@ fn a_grandchild_outlives_the_child_between() {
 }
 
 #[test]
-fn a_dropped_child_leaves_nothing_at_itsparent() {
+fn a_dropped_child_leaves_nothing_at_its_parent() {
     let parent = CancelToken::new();
     for _ in 0..100 {
         drop(parent.child());

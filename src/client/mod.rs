@@ -47,7 +47,8 @@ pub use builder::PgLockClientBuilder;
 /// the client enforces that itself, whatever the network does. On **Unix sockets**, and on a
 /// **caller's pool**, the driver offers no way to stop waiting: there the server's own limits
 /// (`lock_timeout`, `statement_timeout`) end every wait but that for a server that has stopped, or a
-/// `COMMIT` that waits for a standby. Name resolution is up to the system and its settings.
+/// `COMMIT` that waits for a standby. Opening a connection, name resolution included, is within the
+/// call's own time everywhere.
 ///
 /// These are calls for ordinary threads. Inside an async runtime use `spawn_blocking`; elsewhere in
 /// a runtime they fail with [`InvalidArgument`](crate::ErrorCode::InvalidArgument): the driver panics

@@ -24,7 +24,8 @@ fn read(path: &str) -> String {
 
 /// Every document, with its text.
 fn documents() -> Vec<(PathBuf, String)> {
-    let mut found: Vec<PathBuf> = ["README.md", "CHANGELOG.md"].iter().map(|name| top().join(name)).collect();
+    let mut found: Vec<PathBuf> =
+        ["README.md", "CHANGELOG.md", "CONTRIBUTING.md"].iter().map(|name| top().join(name)).collect();
     walk(&top().join("docs"), &mut |path| {
         if path.extension().is_some_and(|kind| kind == "md") {
             found.push(path.to_owned());
