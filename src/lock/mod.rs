@@ -37,7 +37,7 @@ use crate::backend::{
     AcquireResult, Capabilities, ExtendResult, LockBackend, LockInfo, LockInfoDebug, Lookup, ReleaseResult,
 };
 use crate::cancel::CancelToken;
-use crate::error::Result;
+use crate::error::{LockError, Result};
 use crate::model::key::Key;
 use crate::model::lock_id::LockId;
 use crate::model::time::{Moment, Ttl};
@@ -59,11 +59,22 @@ use engine::{Engine, Handle};
 pub struct ClientSettings {
     /// How long a guard's `Drop`, and the end of `with_lock`, may take to release. Default 5 s.
     pub dispose_timeout: Duration,
+    pub(crate) on_release_error: Option<OnReleaseError>,
+}
+
+impl ClientSettings {
     /// Called when an automatic release failed, unless the lock's own options say otherwise. Without
     /// it such failures are logged as warnings in debug builds and with `SYNCGUARD_DEBUG=true`.
     ///
-    /// It lives as long as the client: one that holds a client keeps it, and its threads, for ever.
-    pub(crate) on_release_error: Option<OnReleaseError>,
+    /// It lives as long as the client: one that holds a client keeps it, and its threads, forever.
+    #[must_use]
+    pub fn on_release_error(
+        mut self,
+        callback: impl Fn(&LockError, &ReleaseErrorContext) + Send + Sync + 'static,
+    ) -> Self {
+        self.on_release_error = Some(OnReleaseError::new(Arc::new(callback)));
+        self
+    }
 }
 
 impl Default for ClientSettings {
