@@ -61,8 +61,12 @@ impl fmt::Display for ErrorCode {
 /// [`key`](LockError::key) and [`lock_id`](LockError::lock_id) hand them to a caller who asks.
 /// [`source`](Error::source) keeps the cause; `Debug`, which is what `fn main() -> Result<()>` prints,
 /// and [`chain`](LockError::chain) show all causes.
+#[derive(thiserror::Error)]
+#[error(transparent)]
 pub struct LockError(Box<Inner>);
 
+#[derive(thiserror::Error)]
+#[error("{text}{outcome}", text = self.text(), outcome = self.outcome())]
 struct Inner {
     code: ErrorCode,
     message: Option<Cow<'static, str>>,
@@ -226,29 +230,38 @@ impl LockError {
     }
 }
 
-impl fmt::Display for LockError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.0.message.as_deref().unwrap_or(self.0.code.as_str()))?;
-        match self.0.may_be_held_for {
-            Some(Duration::ZERO) => f.write_str(" (what became of this call is not known)"),
-            Some(Duration::MAX) => f.write_str(
+impl Inner {
+    fn text(&self) -> &str {
+        self.message.as_deref().unwrap_or(self.code.as_str())
+    }
+
+    /// What may remain held, where the outcome is unknown.
+    fn outcome(&self) -> Cow<'static, str> {
+        match self.may_be_held_for {
+            None => Cow::Borrowed(""),
+            Some(Duration::ZERO) => Cow::Borrowed(" (what became of this call is not known)"),
+            Some(Duration::MAX) => Cow::Borrowed(
                 " (the outcome is unknown: the lease may last until its own end unless it is released again)",
             ),
-            Some(rest) => write!(
-                f,
+            Some(rest) => Cow::Owned(format!(
                 " (the outcome is unknown: the key may be held for up to {:.1} s from now unless it is released by its lock id)",
                 rest.as_secs_f64()
-            ),
-            None => Ok(()),
+            )),
         }
     }
 }
 
 impl fmt::Debug for LockError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&self.0, f)
+    }
+}
+
+impl fmt::Debug for Inner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut out = f.debug_struct("LockError");
-        out.field("code", &self.0.code).field("message", &self.to_string());
-        if let Some(sqlstate) = &self.0.sqlstate {
+        out.field("code", &self.code).field("message", &self.to_string());
+        if let Some(sqlstate) = &self.sqlstate {
             out.field("sqlstate", sqlstate);
         }
         let causes: Vec<String> = Causes(self.source()).map(without_detail).collect();
@@ -259,18 +272,12 @@ impl fmt::Debug for LockError {
     }
 }
 
-impl Error for LockError {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        self.0.source.as_deref().map(|source| source as &(dyn Error + 'static))
-    }
-}
-
 struct Chain<'a>(&'a LockError);
 
 impl fmt::Display for Chain<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: {}", self.0.code(), self.0)?;
-        Causes(self.0.source()).try_for_each(|cause| write!(f, ": {}", without_detail(cause)))
+        Causes(Error::source(self.0)).try_for_each(|cause| write!(f, ": {}", without_detail(cause)))
     }
 }
 
