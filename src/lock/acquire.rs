@@ -5,10 +5,10 @@
 //!    before costs no attempt.
 //! 3. The first attempt is made in full; later ones look first with one plain read.
 //! 4. Attempts follow the options' back-off. A release in this process ends the pause, and the
-//!    attempt it leads to is a gift: it counts neither as a retry nor does it prolong anything.
+//!    attempt it leads to is free: it counts neither as a retry nor does it prolong anything.
 //!    So does a look between two attempts that finds the key free: that is how a release in another
 //!    process is noticed within milliseconds. And so does the backend, which watches the key for a
-//!    first waiter that has waited for [`PATIENCE`], if it can: then looks are rarer. Wake-ups are
+//!    first waiter that has waited for [`WATCH_AFTER`], if it can: then looks are rarer. Wake-ups are
 //!    latency, never correctness: nothing waits for one.
 //! 5. What was granted and is not handed out is released by the worker: after too late an answer,
 //!    an unknown outcome, or a close meanwhile.
@@ -23,66 +23,70 @@ use crate::backend::{Attempt, Grant, Heard, Holder, LostReason, RenewOutcome, Re
 use crate::cancel::{CancelToken, Subscription};
 use crate::error::{ErrorCode, LockError, Result};
 use crate::lock::LockClient;
-use crate::lock::crew::{Deferred, Held};
 use crate::lock::engine::Engine;
 use crate::lock::guard::LockGuard;
 use crate::lock::lease::{Lease, TOLERANCE, Terms};
-use crate::lock::options::{Heartbeat, Plan};
-use crate::lock::queue::Ticket;
+use crate::lock::options::{Heartbeat, ResolvedOptions};
+use crate::lock::queue::QueuePlace;
+use crate::lock::registry::{GuardState, PendingRelease};
 use crate::lock::report::{ReleaseErrorContext, ReleaseSource};
-use crate::lock::wake::{FREED, LISTENING, LOOK, Registered};
+use crate::lock::signal::{FREED, LISTENING, LOOK, SignalEntry};
 use crate::lock::worker;
 use crate::model::lock_id::LockId;
 use crate::model::time::Moment;
 
 /// One attempt.
-pub(super) fn try_lock(client: &LockClient, key: &Arc<str>, plan: &Plan) -> Result<Option<LockGuard>> {
+pub(super) fn try_lock(
+    client: &LockClient,
+    key: &Arc<str>,
+    options: &ResolvedOptions,
+) -> Result<Option<LockGuard>> {
     let engine = client.engine();
-    let token = client.token.and(&plan.cancel);
+    let token = client.token.and(&options.cancel);
     token.check()?;
     let _entered = engine.enter()?;
     let end = engine.call_deadline(Moment::NEVER);
-    prepare(engine, plan, end, &token)?;
-    match attempt(client, key, plan, end, &token)? {
-        Tried::Granted(guard) => Ok(Some(guard)),
-        Tried::Taken | Tried::TooLate => Ok(None),
+    prepare(engine, options, end, &token)?;
+    match attempt(client, key, options, end, &token)? {
+        AttemptResult::Granted(guard) => Ok(Some(guard)),
+        AttemptResult::Taken | AttemptResult::TooLate => Ok(None),
     }
 }
 
 /// Waits for the lock.
-pub(super) fn lock(client: &LockClient, key: &Arc<str>, plan: &Plan) -> Result<LockGuard> {
+pub(super) fn lock(client: &LockClient, key: &Arc<str>, options: &ResolvedOptions) -> Result<LockGuard> {
     let engine = client.engine();
     let start = engine.clock.now();
-    let end = plan.timeout.map_or(Moment::NEVER, |timeout| start.after(timeout));
-    let token = client.token.and(&plan.cancel);
+    let end = options.timeout.map_or(Moment::NEVER, |timeout| start.after(timeout));
+    let token = client.token.and(&options.cancel);
     token.check()?;
     let _entered = engine.enter()?;
     // Without any time, the wait says so better.
     if start < end {
-        prepare(engine, plan, end, &token)?;
+        prepare(engine, options, end, &token)?;
     }
-    let ticket = engine.queue.join(key);
+    let place = engine.queue.join(key);
     let mut wait = Waiter {
         engine,
         key,
         token: &token,
-        ticket,
-        bed: None,
+        place,
+        registration: None,
         watch: None,
-        watch_from: start.after(PATIENCE),
+        watch_from: start.after(WATCH_AFTER),
         end,
         start,
         attempts: 0,
         conflict: None,
         holder: None,
     };
-    wait.run(client, key, plan)
+    wait.run(client, key, options)
 }
 
 /// What must be there before the first lease: threads that look after it, and a way to renew it.
-fn prepare(engine: &Arc<Engine>, plan: &Plan, end: Moment, token: &CancelToken) -> Result<()> {
+fn prepare(engine: &Arc<Engine>, options: &ResolvedOptions, end: Moment, token: &CancelToken) -> Result<()> {
     engine.start()?;
-    if plan.heartbeat == Heartbeat::Off { Ok(()) } else { engine.reserve(end, token) }
+    if options.heartbeat == Heartbeat::Off { Ok(()) } else { engine.reserve(end, token) }
 }
 
 /// Looks between two attempts start at this interval,
@@ -92,7 +96,7 @@ const LAST_LOOK: Duration = Duration::from_millis(250);
 
 /// After so long a wait the backend is asked to watch the key: what is free again sooner is not
 /// worth it.
-const PATIENCE: Duration = Duration::from_millis(30);
+const WATCH_AFTER: Duration = Duration::from_millis(30);
 /// How soon a backend that could not watch is asked again.
 const WATCH_AGAIN: Duration = Duration::from_secs(1);
 
@@ -100,9 +104,9 @@ struct Waiter<'a> {
     engine: &'a Arc<Engine>,
     key: &'a Arc<str>,
     token: &'a CancelToken,
-    ticket: Ticket,
-    /// Where close and cancel find this waiter; made when it first sleeps.
-    bed: Option<(Registered, Option<Subscription>)>,
+    place: QueuePlace,
+    /// Through which close and cancel reach this waiter; made when it first sleeps.
+    registration: Option<(SignalEntry, Option<Subscription>)>,
     /// The backend's watch over the key; looked after while this waiter is its key's first.
     watch: Option<Box<dyn Watch>>,
     /// When the backend is asked for it.
@@ -118,9 +122,9 @@ struct Waiter<'a> {
 }
 
 impl Waiter<'_> {
-    fn run(&mut self, client: &LockClient, key: &Arc<str>, plan: &Plan) -> Result<LockGuard> {
+    fn run(&mut self, client: &LockClient, key: &Arc<str>, options: &ResolvedOptions) -> Result<LockGuard> {
         let mut look = false;
-        while !self.ticket.is_first() {
+        while !self.place.is_first() {
             // Whoever was before us most likely holds the key now.
             look = true;
             self.sleep(Moment::NEVER)?;
@@ -128,15 +132,15 @@ impl Waiter<'_> {
         let mut turn = 0;
         loop {
             turn += 1;
-            if let Some(guard) = self.ask(client, key, plan, look)? {
+            if let Some(guard) = self.try_once(client, key, options, look)? {
                 return Ok(guard);
             }
             look = true;
-            if turn >= plan.max_attempts {
+            if turn >= options.max_attempts {
                 return Err(self.timed_out(None));
             }
-            let pause_end = self.engine.clock.now().after(plan.delays.draw(turn));
-            if let Some(guard) = self.pause(client, key, plan, pause_end)? {
+            let pause_end = self.engine.clock.now().after(options.delays.draw(turn));
+            if let Some(guard) = self.pause(client, key, options, pause_end)? {
                 return Ok(guard);
             }
         }
@@ -148,7 +152,7 @@ impl Waiter<'_> {
         &mut self,
         client: &LockClient,
         key: &Arc<str>,
-        plan: &Plan,
+        options: &ResolvedOptions,
         end: Moment,
     ) -> Result<Option<LockGuard>> {
         loop {
@@ -156,8 +160,8 @@ impl Waiter<'_> {
             if now >= end {
                 return Ok(None);
             }
-            let next_look = if plan.wake_ups {
-                self.have_watched(key, now);
+            let next_look = if options.wake_ups {
+                self.watch_key(key, now);
                 now.after(self.look_interval(now))
             } else {
                 Moment::NEVER
@@ -165,8 +169,8 @@ impl Waiter<'_> {
             let calls = self.sleep(end.min(next_look))?;
             let due = self.engine.clock.now() >= next_look && next_look < end;
             let found = match (calls & FREED != 0, due || calls & LISTENING != 0) {
-                (true, _) => self.ask(client, key, plan, false)?,
-                (false, true) => self.glance(client, key, plan)?,
+                (true, _) => self.try_once(client, key, options, false)?,
+                (false, true) => self.look(client, key, options)?,
                 (false, false) => None,
             };
             if found.is_some() {
@@ -185,14 +189,14 @@ impl Waiter<'_> {
     }
 
     /// Has the backend watch the key, once the wait is a long one.
-    fn have_watched(&mut self, key: &Arc<str>, now: Moment) {
+    fn watch_key(&mut self, key: &Arc<str>, now: Moment) {
         if self.watch.is_some() || now < self.watch_from {
             return;
         }
         self.watch_from = now.after(WATCH_AGAIN);
-        let wake = Arc::clone(self.ticket.wake());
+        let signal = Arc::clone(self.place.signal());
         let heard = move |what| {
-            wake.call(match what {
+            signal.notify(match what {
                 Heard::Listening => LISTENING,
                 Heard::Freed => FREED,
             });
@@ -201,11 +205,16 @@ impl Waiter<'_> {
     }
 
     /// A look that is no attempt, unless it finds the key free.
-    fn glance(&mut self, client: &LockClient, key: &Arc<str>, plan: &Plan) -> Result<Option<LockGuard>> {
+    fn look(
+        &mut self,
+        client: &LockClient,
+        key: &Arc<str>,
+        options: &ResolvedOptions,
+    ) -> Result<Option<LockGuard>> {
         match self.is_held_by_another() {
             Ok(true) => Ok(None),
-            Ok(false) => self.ask(client, key, plan, false),
-            Err(error) => self.forgive(error.with_key(&**key), true).map(|()| None),
+            Ok(false) => self.try_once(client, key, options, false),
+            Err(error) => self.wait_or_fail(error.with_key(&**key), true).map(|()| None),
         }
     }
 
@@ -218,11 +227,11 @@ impl Waiter<'_> {
     }
 
     /// One attempt, after a look if asked for.
-    fn ask(
+    fn try_once(
         &mut self,
         client: &LockClient,
         key: &Arc<str>,
-        plan: &Plan,
+        options: &ResolvedOptions,
         look: bool,
     ) -> Result<Option<LockGuard>> {
         self.check()?;
@@ -232,25 +241,25 @@ impl Waiter<'_> {
             || match self.is_held_by_another() {
                 Ok(locked) => !locked,
                 Err(error) => {
-                    return self.forgive(error.with_key(&**key), contended).map(|()| None);
+                    return self.wait_or_fail(error.with_key(&**key), contended).map(|()| None);
                 }
             };
         if !free {
             self.conflict = None;
             return Ok(None);
         }
-        match attempt(client, key, plan, self.end, self.token) {
-            Ok(Tried::Granted(guard)) => return Ok(Some(guard)),
-            Ok(Tried::Taken) => self.conflict = None,
-            Ok(Tried::TooLate) => self.conflict = Some(too_late()),
-            Err(error) => self.forgive(error, contended)?,
+        match attempt(client, key, options, self.end, self.token) {
+            Ok(AttemptResult::Granted(guard)) => return Ok(Some(guard)),
+            Ok(AttemptResult::Taken) => self.conflict = None,
+            Ok(AttemptResult::TooLate) => self.conflict = Some(too_late()),
+            Err(error) => self.wait_or_fail(error, contended)?,
         }
         Ok(None)
     }
 
     /// Contention is waited out. A call that was cut short by our own deadline, after the key was
     /// seen taken, is the time-out of the whole. Everything else is the caller's.
-    fn forgive(&mut self, error: LockError, contended: bool) -> Result<()> {
+    fn wait_or_fail(&mut self, error: LockError, contended: bool) -> Result<()> {
         // What may be held is never waited out.
         if error.is_outcome_unknown() {
             return Err(error);
@@ -266,15 +275,15 @@ impl Waiter<'_> {
         Err(error)
     }
 
-    /// Sleeps until a call, or that moment; an error if the wait as a whole is over.
+    /// Sleeps until a signal, or that moment; an error if the wait as a whole is over.
     fn sleep(&mut self, until: Moment) -> Result<u8> {
-        if self.bed.is_none() {
-            let wake = Arc::clone(self.ticket.wake());
-            let registered = self.engine.sleepers.add(&wake);
-            self.bed = Some((registered, self.token.subscribe(move || wake.call(LOOK))));
+        if self.registration.is_none() {
+            let signal = Arc::clone(self.place.signal());
+            let registered = self.engine.signals.add(&signal);
+            self.registration = Some((registered, self.token.subscribe(move || signal.notify(LOOK))));
         }
         self.check()?;
-        let calls = self.ticket.wake().sleep_until(&self.engine.clock, until.min(self.end));
+        let calls = self.place.signal().sleep_until(&self.engine.clock, until.min(self.end));
         self.check()?;
         Ok(calls)
     }
@@ -287,7 +296,7 @@ impl Waiter<'_> {
 
     /// Who has the key, as far as it is known, as the end of a sentence.
     fn who_holds(&self, now: Moment) -> String {
-        if let Some((fence, taken_by)) = self.engine.crew.held_here(self.key, now) {
+        if let Some((fence, taken_by)) = self.engine.registry.held_here(self.key, now) {
             let me = std::thread::current();
             return if taken_by.id() == me.id() {
                 format!(
@@ -336,7 +345,7 @@ impl Waiter<'_> {
 }
 
 /// What one attempt came to.
-enum Tried {
+enum AttemptResult {
     Granted(LockGuard),
     /// Somebody else holds the key.
     Taken,
@@ -355,43 +364,45 @@ fn too_late() -> LockError {
 fn attempt(
     client: &LockClient,
     key: &Arc<str>,
-    plan: &Plan,
+    options: &ResolvedOptions,
     end: Moment,
     token: &CancelToken,
-) -> Result<Tried> {
+) -> Result<AttemptResult> {
     let engine = client.engine();
     let sent = engine.clock.now();
-    let Some(granted) = request(engine, key, plan.ttl, end, token)? else { return Ok(Tried::Taken) };
-    let Some((sent, granted)) = fresh(engine, key, plan.ttl, end, sent, granted) else {
-        return Ok(Tried::TooLate);
+    let Some(granted) = request(engine, key, options.ttl, end, token)? else {
+        return Ok(AttemptResult::Taken);
+    };
+    let Some((sent, granted)) = with_time_left(engine, key, options.ttl, end, sent, granted) else {
+        return Ok(AttemptResult::TooLate);
     };
     let Grant { acquired: granted, version } = granted;
     let now = engine.clock.now();
-    let held = Arc::new(Held {
-        id: engine.crew.next_guard(),
+    let state = Arc::new(GuardState {
+        id: engine.registry.next_guard(),
         key: Arc::clone(key),
         lock_id: granted.lock_id.into_boxed_str(),
         fence: granted.fence,
-        keep_until: now.after(plan.min_hold),
+        min_hold_end: now.after(options.min_hold),
         lease: Mutex::new(Lease::new(&Terms {
             sent,
-            ttl: plan.ttl,
+            ttl: options.ttl,
             expires_at_ms: granted.expires_at_ms,
             version,
-            heartbeat: plan.heartbeat,
-            hold_until: plan.max_hold.map_or(Moment::NEVER, |max| now.after(max)),
+            heartbeat: options.heartbeat,
+            hold_until: options.max_hold.map_or(Moment::NEVER, |max| now.after(max)),
         })),
         lost: CancelToken::new(),
-        on_lost: plan.on_lost.clone(),
-        on_release_error: plan.on_release_error.clone().or_else(|| engine.on_release_error.clone()),
+        on_lost: options.on_lost.clone(),
+        on_release_error: options.on_release_error.clone().or_else(|| engine.on_release_error.clone()),
         taken_by: std::thread::current(),
     });
-    if !engine.crew.enlist(&held) {
-        let over_at = now.after(plan.ttl).after(TOLERANCE);
-        engine.abandon(unheld(engine, key, &held.lock_id, over_at));
+    if !engine.registry.register(&state) {
+        let over_at = now.after(options.ttl).after(TOLERANCE);
+        engine.hand_to_worker(release_of_unguarded(engine, key, &state.lock_id, over_at));
         engine.check_open()?;
     }
-    Ok(Tried::Granted(LockGuard::new(Arc::clone(&client.handle), held)))
+    Ok(AttemptResult::Granted(LockGuard::new(Arc::clone(&client.handle), state)))
 }
 
 /// One acquire under an id of our own. After an unknown outcome the error carries that id, and the
@@ -416,12 +427,12 @@ pub(super) fn request(
         if error.is_outcome_unknown() {
             let id = error.lock_id().unwrap_or(lock_id.as_str());
             let over_at = engine.clock.now().after(may_last);
-            let mut deferred = unheld(engine, key, id, over_at);
-            deferred.may_arrive = true;
+            let mut pending = release_of_unguarded(engine, key, id, over_at);
+            pending.may_arrive = true;
             // For a single acquire this is the first time that a thread is needed. Without one the
             // error still says what may be held, and until when.
             if engine.start().is_ok() {
-                engine.abandon(deferred);
+                engine.hand_to_worker(pending);
             }
         }
         error
@@ -430,7 +441,7 @@ pub(super) fn request(
 
 /// The grant, if at least half of its time is left; otherwise what one extend makes of it. A lease
 /// that is not surely held is let go, and waiting goes on as after contention.
-fn fresh(
+fn with_time_left(
     engine: &Arc<Engine>,
     key: &str,
     ttl: Duration,
@@ -460,27 +471,27 @@ fn fresh(
         // Taken over: perhaps by a late copy of our own request, which nobody else lets go.
         Ok(_) | Err(_) => {
             let over_at = engine.clock.now().after(ttl).after(TOLERANCE);
-            engine.abandon(unheld(engine, key, &granted.acquired.lock_id, over_at));
+            engine.hand_to_worker(release_of_unguarded(engine, key, &granted.acquired.lock_id, over_at));
             None
         }
     }
 }
 
 /// A lease that nobody has a guard for.
-fn unheld(engine: &Engine, key: &str, lock_id: &str, over_at: Moment) -> Deferred {
-    Deferred {
+fn release_of_unguarded(engine: &Engine, key: &str, lock_id: &str, over_at: Moment) -> PendingRelease {
+    PendingRelease {
         context: ReleaseErrorContext {
             key: key.to_owned(),
             lock_id: lock_id.to_owned(),
             source: ReleaseSource::Worker,
         },
         handler: engine.on_release_error.clone(),
-        keep_until: engine.clock.now(),
+        min_hold_end: engine.clock.now(),
         known: None,
         lease_end: over_at,
         over_at,
         may_arrive: false,
-        told: false,
+        reported: false,
         tries: 0,
         last_error: None,
     }

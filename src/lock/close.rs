@@ -6,10 +6,10 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use crate::backend::LostReason;
-use crate::lock::crew::Deferred;
 use crate::lock::engine::Engine;
+use crate::lock::registry::PendingRelease;
 use crate::lock::report::ReleaseSource;
-use crate::lock::wake::{LOOK, guard};
+use crate::lock::signal::{LOOK, locked};
 use crate::lock::worker;
 use crate::model::time::{Moment, deadline_after};
 use crate::threads::{hand_over, not_here, quietly};
@@ -44,103 +44,103 @@ impl CloseReport {
 /// Closes the engine within `limit`, by the system's clock whatever the backend's is.
 pub(super) fn close(engine: &Arc<Engine>, limit: Duration) -> CloseReport {
     let end = deadline_after(limit);
-    let before = guard(&engine.crew.desk).tally;
+    let before = locked(&engine.registry.worker_queue).totals;
     let first = !engine.closed.swap(true, Ordering::SeqCst);
-    engine.sleepers.call_all();
+    engine.signals.notify_all();
     // Another close that runs at the same time must not send the worker home before it has them.
-    guard(&engine.crew.desk).closers += 1;
-    let dismissed = dismiss_guards(engine);
-    guard(&engine.crew.desk).closers -= 1;
-    engine.crew.progress.notify_all();
-    engine.crew.desk_wake.call(LOOK);
+    locked(&engine.registry.worker_queue).closing += 1;
+    let refused = unregister_guards(engine);
+    locked(&engine.registry.worker_queue).closing -= 1;
+    engine.registry.progress.notify_all();
+    engine.registry.worker_signal.notify(LOOK);
     let on_worker = engine.on_worker_thread();
     let calls = !engine.wait_for_calls(end);
     // What could be handed to nobody is released by nobody: only after an earlier close gave up.
-    hurry(engine);
+    release_early(engine);
     if on_worker {
         worker::drain(engine, || Instant::now() < end);
     } else {
-        wait_until_settled(engine, end);
+        wait_for_releases(engine, end);
     }
     let mut report = end_threads(engine, end, on_worker, first);
     report.released = report.released.saturating_sub(before.released);
     report.not_held = report.not_held.saturating_sub(before.not_held);
     report.failed = report.failed.saturating_sub(before.failed);
-    report.pending += dismissed;
+    report.pending += refused;
     report.calls = usize::from(calls);
     report
 }
 
 /// Tells every holder, and hands every lease to the worker. Returns how many it could not take.
-fn dismiss_guards(engine: &Engine) -> usize {
+fn unregister_guards(engine: &Engine) -> usize {
     let guards = {
-        let mut watch = guard(&engine.crew.watch);
-        watch.closed = true;
-        std::mem::take(&mut watch.guards)
+        let mut deadlines = locked(&engine.registry.deadlines);
+        deadlines.closed = true;
+        std::mem::take(&mut deadlines.guards)
     };
     let now = engine.clock.now();
     let mut refused = 0;
-    for held in guards.into_values() {
+    for state in guards.into_values() {
         let (lost, ended, over_at, lease_end) = {
-            let mut lease = guard(&held.lease);
+            let mut lease = locked(&state.lease);
             let lost = lease.lose(LostReason::Closed);
             (lost, lease.end_now(), lease.surely_over(now), lease.end())
         };
-        engine.crew.dismiss(&held);
+        engine.registry.unregister(&state);
         if let Some(reason) = lost {
-            engine.crew.tell_lost(&held, reason);
+            engine.registry.notify_lost(&state, reason);
         }
         if ended {
-            let mut deferred = Deferred::of(&held, ReleaseSource::Worker, over_at, lease_end);
-            deferred.handler = deferred.handler.or_else(|| engine.on_release_error.clone());
-            refused += usize::from(engine.crew.defer(now, deferred).is_err());
+            let mut pending = PendingRelease::of(&state, ReleaseSource::Worker, over_at, lease_end);
+            pending.handler = pending.handler.or_else(|| engine.on_release_error.clone());
+            refused += usize::from(engine.registry.defer(now, pending).is_err());
         }
     }
     refused
 }
 
 /// From here on leases that are kept for their `min_hold` are cut to it, instead of waited for.
-fn hurry(engine: &Engine) {
-    let mut desk = guard(&engine.crew.desk);
-    desk.ending = Some(engine.clock.now());
-    let kept: Vec<_> = std::iter::from_fn(|| desk.deferred.pop(Moment::NEVER)).collect();
+fn release_early(engine: &Engine) {
+    let mut queue = locked(&engine.registry.worker_queue);
+    queue.ending = Some(engine.clock.now());
+    let kept: Vec<_> = std::iter::from_fn(|| queue.releases.pop(Moment::NEVER)).collect();
     let now = engine.clock.now();
-    for (id, deferred) in kept {
-        desk.deferred.put(id, now, deferred);
+    for (id, pending) in kept {
+        queue.releases.put(id, now, pending);
     }
-    drop(desk);
-    engine.crew.desk_wake.call(LOOK);
+    drop(queue);
+    engine.registry.worker_signal.notify(LOOK);
 }
 
 /// Waits until the worker has nothing left to release.
-fn wait_until_settled(engine: &Engine, end: Instant) {
-    let mut desk = guard(&engine.crew.desk);
-    while !desk.gone && (!desk.deferred.is_empty() || desk.in_hand > 0 || desk.closers > 0) {
+fn wait_for_releases(engine: &Engine, end: Instant) {
+    let mut queue = locked(&engine.registry.worker_queue);
+    while !queue.worker_ended && (!queue.releases.is_empty() || queue.in_progress > 0 || queue.closing > 0) {
         let rest = end.saturating_duration_since(Instant::now());
         if rest.is_zero() {
             return;
         }
-        desk = engine.crew.progress.wait_timeout(desk, rest).unwrap_or_else(PoisonError::into_inner).0;
+        queue = engine.registry.progress.wait_timeout(queue, rest).unwrap_or_else(PoisonError::into_inner).0;
     }
 }
 
 fn end_threads(engine: &Arc<Engine>, end: Instant, on_worker: bool, first: bool) -> CloseReport {
     let worker_runs = {
-        let mut threads = guard(&engine.threads);
+        let mut threads = locked(&engine.threads);
         threads.over = true;
         threads.worker.is_some()
     };
-    guard(&engine.crew.watch).ending = true;
-    engine.crew.watch_wake.call(LOOK);
+    locked(&engine.registry.deadlines).ending = true;
+    engine.registry.timer_signal.notify(LOOK);
     let mut report = {
-        let mut desk = guard(&engine.crew.desk);
-        desk.ending.get_or_insert(engine.clock.now());
-        let mut report = desk.tally;
-        report.pending = desk.deferred.len() + desk.in_hand;
-        desk.abandoned = report.pending > 0;
+        let mut queue = locked(&engine.registry.worker_queue);
+        queue.ending.get_or_insert(engine.clock.now());
+        let mut report = queue.totals;
+        report.pending = queue.releases.len() + queue.in_progress;
+        queue.abandoned = report.pending > 0;
         report
     };
-    engine.crew.desk_wake.call(LOOK);
+    engine.registry.worker_signal.notify(LOOK);
     if !worker_runs {
         if first {
             close_backend(engine);
@@ -155,17 +155,17 @@ fn end_threads(engine: &Arc<Engine>, end: Instant, on_worker: bool, first: bool)
 /// Waits for the two threads, and a moment longer than asked: they have nothing left to do.
 fn join(engine: &Engine, end: Instant) -> bool {
     let end = end.max(deadline_after(Duration::from_millis(50)));
-    let mut running = guard(&engine.crew.running);
+    let mut running = locked(&engine.registry.running);
     while *running > 0 {
         let rest = end.saturating_duration_since(Instant::now());
         if rest.is_zero() {
             return false;
         }
-        running = engine.crew.ended.wait_timeout(running, rest).unwrap_or_else(PoisonError::into_inner).0;
+        running = engine.registry.ended.wait_timeout(running, rest).unwrap_or_else(PoisonError::into_inner).0;
     }
     drop(running);
     let (timer, worker) = {
-        let mut threads = guard(&engine.threads);
+        let mut threads = locked(&engine.threads);
         (threads.timer.take(), threads.worker.take())
     };
     for thread in [timer, worker].into_iter().flatten() {

@@ -1,7 +1,7 @@
 //! The engine of a client: the backend, the queue, the two threads, and how all of it ends.
 //!
 //! Who keeps what alive: clients and guards share a [`Handle`]; the last handle ends the engine. The
-//! worker holds the engine, the timer only the crew, so the backend is dropped by the worker or by
+//! worker holds the engine, the timer only the registry, so the backend is dropped by the worker or by
 //! whoever holds the last handle; never inside an async runtime or
 //! where thread-locals are gone: drivers panic there.
 //!
@@ -17,10 +17,10 @@ use std::time::{Duration, Instant};
 use crate::backend::LockBackend;
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
-use crate::lock::crew::{Crew, Deferred};
 use crate::lock::queue::Queue;
+use crate::lock::registry::{PendingRelease, Registry};
 use crate::lock::report::OnReleaseError;
-use crate::lock::wake::{LOOK, Sleepers, guard};
+use crate::lock::signal::{LOOK, SignalSet, locked};
 use crate::lock::{timer, worker};
 use crate::model::time::{Clock, Moment};
 use crate::threads::{drop_legally, hand_over, locals_gone, not_here, quietly, spawn};
@@ -31,8 +31,8 @@ pub(super) struct Engine {
     pub(super) dispose_timeout: Duration,
     pub(super) on_release_error: Option<OnReleaseError>,
     pub(super) queue: Arc<Queue>,
-    pub(super) sleepers: Arc<Sleepers>,
-    pub(super) crew: Arc<Crew>,
+    pub(super) signals: Arc<SignalSet>,
+    pub(super) registry: Arc<Registry>,
     pub(super) closed: AtomicBool,
     /// Whether the log has heard that renewals fail.
     pub(super) renewals_fail: AtomicBool,
@@ -52,7 +52,7 @@ pub(super) struct Engine {
 #[derive(Default)]
 struct Calls {
     running: usize,
-    /// Whether somebody waits for them to end: else nobody has to be called.
+    /// Whether somebody waits for them to end: else nobody has to be notified.
     awaited: bool,
 }
 
@@ -82,17 +82,17 @@ impl Engine {
     ) -> Arc<Self> {
         let clock = backend.clock();
         let unreserves = !clock.is_manual();
-        let crew = Arc::new(Crew::default());
-        let sleepers = Arc::new(Sleepers::default());
+        let registry = Arc::new(Registry::default());
+        let signals = Arc::new(SignalSet::default());
         if clock.is_manual() {
-            let (crew, sleepers) = (Arc::downgrade(&crew), Arc::downgrade(&sleepers));
+            let (registry, signals) = (Arc::downgrade(&registry), Arc::downgrade(&signals));
             clock.on_advance(move || {
-                if let Some(crew) = crew.upgrade() {
-                    crew.watch_wake.call(LOOK);
-                    crew.desk_wake.call(LOOK);
+                if let Some(registry) = registry.upgrade() {
+                    registry.timer_signal.notify(LOOK);
+                    registry.worker_signal.notify(LOOK);
                 }
-                if let Some(sleepers) = sleepers.upgrade() {
-                    sleepers.call_all();
+                if let Some(signals) = signals.upgrade() {
+                    signals.notify_all();
                 }
             });
         }
@@ -102,8 +102,8 @@ impl Engine {
             dispose_timeout,
             on_release_error,
             queue: Arc::default(),
-            sleepers,
-            crew,
+            signals,
+            registry,
             closed: AtomicBool::new(false),
             renewals_fail: AtomicBool::new(false),
             started: AtomicBool::new(false),
@@ -118,7 +118,7 @@ impl Engine {
     }
 
     /// Whether this process is a fork of the one that made the client.
-    pub(super) fn is_foreign(&self) -> bool {
+    pub(super) fn is_forked(&self) -> bool {
         self.process != std::process::id()
     }
 
@@ -147,22 +147,22 @@ impl Engine {
 
     /// Notes a call that closing waits for, also on a closed client.
     pub(super) fn enter_anyway(&self) -> Entered<'_> {
-        guard(&self.calls).running += 1;
+        locked(&self.calls).running += 1;
         Entered(self)
     }
 
     /// Leaves a lease to the worker, or, where there is none any more, lets it go at once; where the
     /// backend must not be used, on a thread of its own.
-    pub(super) fn abandon(self: &Arc<Self>, deferred: Deferred) {
-        let Err(deferred) = self.crew.defer(self.clock.now(), deferred) else { return };
-        if self.clock.now() < deferred.keep_until {
+    pub(super) fn hand_to_worker(self: &Arc<Self>, pending: PendingRelease) {
+        let Err(pending) = self.registry.defer(self.clock.now(), pending) else { return };
+        if self.clock.now() < pending.min_hold_end {
             return; // A min_hold, that the lease itself keeps.
         }
         let engine = Arc::clone(self);
         let release = move || {
             let deadline = engine.clock.now().after(engine.dispose_timeout);
             // The client is closed and nobody is left to tell; the lease also ends by itself.
-            let _ = engine.backend.release_by(&deferred.context.lock_id, deadline);
+            let _ = engine.backend.release_by(&pending.context.lock_id, deadline);
         };
         if not_here() {
             hand_over(release, |release| release());
@@ -173,7 +173,7 @@ impl Engine {
 
     /// Waits until no call is under way. Whether that was so in time.
     pub(super) fn wait_for_calls(&self, end: Instant) -> bool {
-        let mut calls = guard(&self.calls);
+        let mut calls = locked(&self.calls);
         while calls.running > 0 {
             calls.awaited = true;
             let rest = end.saturating_duration_since(Instant::now());
@@ -190,7 +190,7 @@ impl Engine {
         if self.started.load(Ordering::Acquire) {
             return Ok(());
         }
-        let mut threads = guard(&self.threads);
+        let mut threads = locked(&self.threads);
         if threads.over {
             return Err(LockError::closed());
         }
@@ -200,17 +200,17 @@ impl Engine {
                 .with_source(cause)
         };
         if threads.timer.is_none() {
-            let (crew, clock) = (Arc::clone(&self.crew), self.clock.clone());
-            let running = Running::begin(&crew);
+            let (registry, clock) = (Arc::clone(&self.registry), self.clock.clone());
+            let running = Running::begin(&registry);
             let timer = spawn("syncguard-timer", move || {
-                timer::run(&crew, &clock);
+                timer::run(&registry, &clock);
                 drop(running);
             });
             threads.timer = Some(timer.map_err(failed)?);
         }
         if threads.worker.is_none() {
             let engine = Arc::clone(self);
-            let running = Running::begin(&self.crew);
+            let running = Running::begin(&self.registry);
             let worker = spawn("syncguard-worker", move || {
                 worker::run(engine);
                 drop(running);
@@ -225,13 +225,13 @@ impl Engine {
 
     pub(super) fn on_worker_thread(&self) -> bool {
         // A thread without its thread-locals has no id any more, and is not in a callback of the worker's.
-        !locals_gone() && guard(&self.threads).worker_id == Some(thread::current().id())
+        !locals_gone() && locked(&self.threads).worker_id == Some(thread::current().id())
     }
 
     /// Has the backend keep a resource free for renewals, once. Others who need it wait for the
     /// answer, within their own time.
     pub(super) fn reserve(&self, end: Moment, cancel: &CancelToken) -> Result<()> {
-        let mut state = guard(&self.reserved);
+        let mut state = locked(&self.reserved);
         loop {
             match *state {
                 Reserved::Yes => return Ok(()),
@@ -262,7 +262,7 @@ impl Engine {
     /// Gives back what the backend keeps for renewals, unless a call is under way that may need it.
     pub(super) fn unreserve(&self) {
         {
-            let mut state = guard(&self.reserved);
+            let mut state = locked(&self.reserved);
             if *state != Reserved::Yes {
                 return;
             }
@@ -270,7 +270,8 @@ impl Engine {
         }
         // A call that came before this is counted, and one that comes now waits for the answer.
         let mut answer = ReserveAnswer { engine: self, granted: true };
-        let idle = guard(&self.calls).running == 0 && guard(&self.crew.desk).renewals.is_empty();
+        let idle =
+            locked(&self.calls).running == 0 && locked(&self.registry.worker_queue).renewals.is_empty();
         if idle {
             answer.granted = !self.backend.unreserve_renewals();
             self.unreserves.store(!answer.granted, Ordering::Relaxed);
@@ -287,13 +288,13 @@ struct ReserveAnswer<'a> {
 impl Drop for ReserveAnswer<'_> {
     fn drop(&mut self) {
         let engine = self.engine;
-        *guard(&engine.reserved) = if self.granted { Reserved::Yes } else { Reserved::No };
+        *locked(&engine.reserved) = if self.granted { Reserved::Yes } else { Reserved::No };
         engine.reserving.notify_all();
         let look = self.granted && engine.unreserves.load(Ordering::Relaxed);
-        engine.crew.may_unreserve.store(look, Ordering::Relaxed);
+        engine.registry.may_unreserve.store(look, Ordering::Relaxed);
         if look {
             // The worker sees to it that it is given back, also if no guard comes of this.
-            engine.crew.desk_wake.call(LOOK);
+            engine.registry.worker_signal.notify(LOOK);
         }
     }
 }
@@ -303,7 +304,7 @@ pub(super) struct Entered<'a>(&'a Engine);
 
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
-        let mut calls = guard(&self.0.calls);
+        let mut calls = locked(&self.0.calls);
         calls.running -= 1;
         if calls.running == 0 && calls.awaited {
             self.0.calls_done.notify_all();
@@ -312,18 +313,18 @@ impl Drop for Entered<'_> {
 }
 
 /// Counts a running thread.
-struct Running(Arc<Crew>);
+struct Running(Arc<Registry>);
 
 impl Running {
-    fn begin(crew: &Arc<Crew>) -> Self {
-        *guard(&crew.running) += 1;
-        Self(Arc::clone(crew))
+    fn begin(registry: &Arc<Registry>) -> Self {
+        *locked(&registry.running) += 1;
+        Self(Arc::clone(registry))
     }
 }
 
 impl Drop for Running {
     fn drop(&mut self) {
-        *guard(&self.0.running) -= 1;
+        *locked(&self.0.running) -= 1;
         self.0.ended.notify_all();
     }
 }
@@ -348,25 +349,25 @@ impl Handle {
 impl Drop for Handle {
     fn drop(&mut self) {
         let Some(engine) = self.0.take() else { return };
-        if engine.is_foreign() {
+        if engine.is_forked() {
             // With all that it has: the sockets are the parent's.
             std::mem::forget(engine);
             return;
         }
-        let crew = Arc::clone(&engine.crew);
+        let registry = Arc::clone(&engine.registry);
         let now = engine.clock.now();
         let threads = Arc::clone(&engine.threads);
-        guard(&crew.watch).ending = true;
-        crew.watch_wake.call(LOOK);
-        let mut state = guard(&threads);
+        locked(&registry.deadlines).ending = true;
+        registry.timer_signal.notify(LOOK);
+        let mut state = locked(&threads);
         state.over = true;
         // The worker takes the engine out, under the same lock, after it has declared itself gone.
-        if state.worker.is_some() && !guard(&crew.desk).gone {
+        if state.worker.is_some() && !locked(&registry.worker_queue).worker_ended {
             // Moved, not cloned: a reference of our own could outlive the worker's.
             state.last = Some(engine);
             drop(state);
-            guard(&crew.desk).ending.get_or_insert(now);
-            crew.desk_wake.call(LOOK);
+            locked(&registry.worker_queue).ending.get_or_insert(now);
+            registry.worker_signal.notify(LOOK);
         } else {
             drop(state);
             drop_legally(engine);

@@ -7,12 +7,12 @@ use std::time::Duration;
 use crate::backend::{Acquired, ExtendResult, LockBackend, LostReason, ReleaseResult, RenewOutcome};
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
-use crate::lock::crew::{Deferred, Held};
 use crate::lock::engine::{Engine, Handle};
 use crate::lock::lease::Outcome;
+use crate::lock::registry::{GuardState, PendingRelease};
 use crate::lock::report::{ReleaseSource, report};
-use crate::lock::wake::guard;
-use crate::lock::worker::{self, Settled, settle};
+use crate::lock::signal::locked;
+use crate::lock::worker::{self, ReleaseProgress, try_release};
 use crate::model::fence::Fence;
 use crate::model::hash::hash_key;
 use crate::model::time::{Moment, Ttl};
@@ -31,14 +31,14 @@ use crate::threads::{elsewhere, in_runtime, locals_gone, quietly};
 #[must_use = "the lock is released at once if the guard is not bound to a variable: use `let _guard = …`, not `let _ = …`"]
 pub struct LockGuard {
     // Dropped after everything else: the last handle ends the client.
-    held: Arc<Held>,
+    state: Arc<GuardState>,
     source: ReleaseSource,
     handle: Arc<Handle>,
 }
 
 impl LockGuard {
-    pub(super) fn new(handle: Arc<Handle>, held: Arc<Held>) -> Self {
-        Self { held, source: ReleaseSource::Drop, handle }
+    pub(super) fn new(handle: Arc<Handle>, state: Arc<GuardState>) -> Self {
+        Self { state, source: ReleaseSource::Drop, handle }
     }
 
     /// Names the end of `with_lock` as what releases.
@@ -50,26 +50,26 @@ impl LockGuard {
     /// The locked key, in NFC.
     #[must_use]
     pub fn key(&self) -> &str {
-        &self.held.key
+        &self.state.key
     }
 
     /// The lease's id. Whoever knows it can let go of the lock: do not log it.
     #[must_use]
     pub fn lock_id(&self) -> &str {
-        &self.held.lock_id
+        &self.state.lock_id
     }
 
     /// The grant's fence: greater than that of every earlier grant of this key.
     #[must_use]
     pub fn fence(&self) -> Fence {
-        self.held.fence
+        self.state.fence
     }
 
     /// When the server's lease ends, in Unix milliseconds of *its* clock, by the newest grant,
     /// renewal or extend. For display; compare nothing of this machine's with it.
     #[must_use]
     pub fn expires_at_ms(&self) -> i64 {
-        guard(&self.held.lease).expires_at_ms()
+        locked(&self.state.lease).expires_at_ms()
     }
 
     /// Whether the lease can still be trusted, by this process's clock and without any I/O.
@@ -78,21 +78,21 @@ impl LockGuard {
     /// a fork the parent's guard goes on, and the child's copy is not held.
     #[must_use]
     pub fn is_held(&self) -> bool {
-        if self.engine().is_foreign() {
+        if self.engine().is_forked() {
             return false;
         }
         self.tick();
-        guard(&self.held.lease).is_held(self.engine().clock.now())
+        locked(&self.state.lease).is_held(self.engine().clock.now())
     }
 
     /// How long the lease can be trusted without a further renewal; zero once it is lost.
     #[must_use]
     pub fn remaining(&self) -> Duration {
-        if self.engine().is_foreign() {
+        if self.engine().is_forked() {
             return Duration::ZERO;
         }
         let now = self.engine().clock.now();
-        let lease = guard(&self.held.lease);
+        let lease = locked(&self.state.lease);
         if lease.is_held(now) { lease.end().since(now) } else { Duration::ZERO }
     }
 
@@ -104,17 +104,17 @@ impl LockGuard {
     /// guard is released.
     #[must_use]
     pub fn lost(&self) -> &CancelToken {
-        &self.held.lost
+        &self.state.lost
     }
 
     /// Why the lease is lost; `None` while it is not.
     #[must_use]
     pub fn lost_reason(&self) -> Option<LostReason> {
-        if self.engine().is_foreign() {
+        if self.engine().is_forked() {
             return None; // The parent may have it still.
         }
         self.tick();
-        guard(&self.held.lease).lost()
+        locked(&self.state.lease).lost()
     }
 
     /// Sets the lease's end to now plus `ttl` (1 ms to [`MAX_TTL`](crate::MAX_TTL)), which is also
@@ -142,15 +142,15 @@ impl LockGuard {
         let engine = self.engine();
         let sent = engine.clock.now();
         let (flight, version) = {
-            let mut lease = guard(&self.held.lease);
+            let mut lease = locked(&self.state.lease);
             let Some(flight) = lease.begin_extend(sent, ttl) else { return Ok(ExtendResult::NotHeld) };
             // A shorter ttl may be in force from now on.
-            engine.crew.arm(&self.held, &lease);
+            engine.registry.schedule(&self.state, &lease);
             (flight, lease.version())
         };
         let deadline = engine.call_deadline(Moment::NEVER);
         let result =
-            worker::change(ttl, || engine.backend.prolong(&self.held.renewal(version, ttl), deadline));
+            worker::change(ttl, || engine.backend.prolong(&self.state.renewal(version, ttl), deadline));
         let outcome = match &result {
             Ok(RenewOutcome::Renewed { expires_at_ms, version }) => {
                 Outcome::Confirmed { expires_at_ms: *expires_at_ms, version: *version }
@@ -160,7 +160,7 @@ impl LockGuard {
             Err(error) if error.is_outcome_unknown() => Outcome::Unknown,
             Err(_) => Outcome::Refused,
         };
-        worker::finish(engine, &self.held, flight, engine.clock.now(), outcome);
+        worker::finish(engine, &self.state, flight, engine.clock.now(), outcome);
         match result {
             // An answer that came after the deadline came too late: the lease is lost.
             Ok(RenewOutcome::Renewed { expires_at_ms, .. }) if self.is_held() => {
@@ -197,19 +197,19 @@ impl LockGuard {
         engine.check_process()?;
         let _entered = engine.enter_anyway();
         let limit = engine.backend.operation_timeout();
-        let Some(mut deferred) = self.finish(ReleaseSource::Worker) else {
+        let Some(mut pending) = self.finish(ReleaseSource::Worker) else {
             return Ok(ReleaseResult::NotHeld);
         };
-        match let_go(engine, &mut deferred, limit) {
-            Ok(Settled::Kept) => {
-                let at = deferred.keep_until;
-                let _ = engine.crew.defer(at, deferred);
+        match release_here(engine, &mut pending, limit) {
+            Ok(ReleaseProgress::Kept) => {
+                let at = pending.min_hold_end;
+                let _ = engine.registry.defer(at, pending);
                 Ok(ReleaseResult::Released)
             }
-            Ok(Settled::Done(outcome)) => Ok(outcome.into()),
+            Ok(ReleaseProgress::Done(outcome)) => Ok(outcome.into()),
             Err(error) => {
-                deferred.tries = 1;
-                let _ = engine.crew.defer(engine.clock.now(), deferred);
+                pending.tries = 1;
+                let _ = engine.registry.defer(engine.clock.now(), pending);
                 Err(error.with_key(self.key()).with_lock_id(self.lock_id()))
             }
         }
@@ -220,8 +220,8 @@ impl LockGuard {
     /// held until the lease's end.
     #[must_use = "the lease can only be released with the id in here"]
     pub fn leak(self) -> Acquired {
-        let grant = self.held.grant();
-        if self.engine().is_foreign() {
+        let grant = self.state.grant();
+        if self.engine().is_forked() {
             return grant; // The parent's guard goes on with it.
         }
         // Nothing is released: whoever ends the lease first acts, and we choose not to.
@@ -247,52 +247,52 @@ impl LockGuard {
     fn tick(&self) {
         let lost = {
             let now = self.engine().clock.now();
-            guard(&self.held.lease).tick(now)
+            locked(&self.state.lease).tick(now)
         };
         if let Some(reason) = lost {
-            self.engine().crew.tell_lost(&self.held, reason);
+            self.engine().registry.notify_lost(&self.state, reason);
         }
     }
 
-    /// Ends the lease on this side. What is to be released then, unless somebody did it before.
-    fn finish(&self, source: ReleaseSource) -> Option<Deferred> {
+    /// Ends the lease on this side. What is to be released then, unless it was ended before.
+    fn finish(&self, source: ReleaseSource) -> Option<PendingRelease> {
         let engine = self.engine();
         let now = engine.clock.now();
         let (first, over_at, lease_end) = {
-            let mut lease = guard(&self.held.lease);
+            let mut lease = locked(&self.state.lease);
             (lease.end_now(), lease.surely_over(now), lease.end())
         };
         if !first {
             return None;
         }
-        engine.crew.dismiss(&self.held);
-        Some(Deferred::of(&self.held, source, over_at, lease_end))
+        engine.registry.unregister(&self.state);
+        Some(PendingRelease::of(&self.state, source, over_at, lease_end))
     }
 
     /// What `Drop` does.
     fn dispose(&self) {
         let engine = self.engine();
-        if engine.is_foreign() {
+        if engine.is_forked() {
             return;
         }
         let entered = engine.enter_anyway();
-        let Some(mut deferred) = self.finish(self.source) else { return };
+        let Some(mut pending) = self.finish(self.source) else { return };
         if in_runtime() || std::thread::panicking() {
-            engine.abandon(deferred);
+            engine.hand_to_worker(pending);
             return;
         }
-        match let_go(engine, &mut deferred, engine.dispose_timeout) {
-            Ok(Settled::Done(_)) => {}
-            Ok(Settled::Kept) => {
-                let at = deferred.keep_until;
-                let _ = engine.crew.defer(at, deferred);
+        match release_here(engine, &mut pending, engine.dispose_timeout) {
+            Ok(ReleaseProgress::Done(_)) => {}
+            Ok(ReleaseProgress::Kept) => {
+                let at = pending.min_hold_end;
+                let _ = engine.registry.defer(at, pending);
             }
             Err(error) => {
-                let context = deferred.context.clone();
-                let handler = deferred.handler.clone();
-                deferred.told = true;
-                deferred.tries = 1;
-                let _ = engine.crew.defer(engine.clock.now(), deferred);
+                let context = pending.context.clone();
+                let handler = pending.handler.clone();
+                pending.reported = true;
+                pending.tries = 1;
+                let _ = engine.registry.defer(engine.clock.now(), pending);
                 // The handler may close the client, which waits for calls like this one.
                 drop(entered);
                 let error = error.with_key(context.key.as_str()).with_lock_id(context.lock_id.as_str());
@@ -302,20 +302,20 @@ impl LockGuard {
     }
 }
 
-/// Lets a lease go on this thread, and calls this process's first waiter. Where thread-locals are
+/// Releases a lease on this thread, and signals this process's first waiter. Where thread-locals are
 /// gone another thread does it, and is waited for: the process may be about to end.
-fn let_go(engine: &Engine, deferred: &mut Deferred, limit: Duration) -> Result<Settled> {
+fn release_here(engine: &Engine, pending: &mut PendingRelease, limit: Duration) -> Result<ReleaseProgress> {
     let result = if locals_gone() {
-        elsewhere(|| settle(engine, deferred, limit)).unwrap_or_else(|| {
+        elsewhere(|| try_release(engine, pending, limit)).unwrap_or_else(|| {
             Err(LockError::new(ErrorCode::Internal).with_message(
                 "the system gave no thread to release the lock with: it is tried again in the background",
             ))
         })
     } else {
-        settle(engine, deferred, limit)
+        try_release(engine, pending, limit)
     };
-    if !matches!(result, Ok(Settled::Kept)) {
-        engine.queue.freed(&deferred.context.key);
+    if !matches!(result, Ok(ReleaseProgress::Kept)) {
+        engine.queue.freed(&pending.context.key);
     }
     result
 }

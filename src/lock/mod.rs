@@ -4,25 +4,25 @@
 //! | --- | --- |
 //! | `options` | what a caller may choose, as numbers |
 //! | `acquire` | one attempt, and the one loop that waits |
-//! | `queue`, `wake` | this process's waiters, and how they sleep |
+//! | `queue`, `signal` | this process's waiters, and how they sleep |
 //! | `lease` | the state machine of one lease: pure, with its invariants |
 //! | `guard` | what a holder sees of it |
-//! | `crew` | what the background threads share |
+//! | `registry` | the guards, and what the two threads share |
 //! | `timer`, `worker` | the two background threads |
 //! | `engine`, `close` | how all of it starts and ends |
 //! | `report` | failures that have no caller |
 
 mod acquire;
 mod close;
-mod crew;
 mod engine;
 mod guard;
 mod lease;
 mod options;
 mod queue;
+mod registry;
 mod report;
+mod signal;
 mod timer;
-mod wake;
 mod worker;
 
 #[cfg(test)]
@@ -156,9 +156,9 @@ impl LockClient {
     ///
     /// Ends every wait; a request in flight ends as soon as the backend notices.
     pub fn lock_with(&self, key: &str, options: &LockOptions) -> Result<LockGuard> {
-        let plan = options.plan()?;
+        let options = options.resolve()?;
         let key = Key::new(key)?;
-        acquire::lock(self, &Arc::from(key.as_str()), &plan).map_err(|error| error.with_key(key.as_str()))
+        acquire::lock(self, &Arc::from(key.as_str()), &options).map_err(|error| error.with_key(key.as_str()))
     }
 
     /// Tries once, with default options. `None` if somebody else holds the key.
@@ -194,9 +194,10 @@ impl LockClient {
     ///
     /// As [`lock_with`](Self::lock_with).
     pub fn try_lock_with(&self, key: &str, options: &LockOptions) -> Result<Option<LockGuard>> {
-        let plan = options.plan()?;
+        let options = options.resolve()?;
         let key = Key::new(key)?;
-        acquire::try_lock(self, &Arc::from(key.as_str()), &plan).map_err(|error| error.with_key(key.as_str()))
+        acquire::try_lock(self, &Arc::from(key.as_str()), &options)
+            .map_err(|error| error.with_key(key.as_str()))
     }
 
     /// Runs `work` under the lock, and returns its value whatever the release does: a failed release

@@ -227,7 +227,7 @@ impl LockOptions {
     }
 
     /// The options as numbers, or what is wrong with them.
-    pub(super) fn plan(&self) -> Result<Plan> {
+    pub(super) fn resolve(&self) -> Result<ResolvedOptions> {
         let ttl = Ttl::new(self.ttl.unwrap_or(DEFAULT_TTL))?.get();
         if let Heartbeat::Every(interval) = self.heartbeat
             && (interval.is_zero() || interval >= ttl)
@@ -251,7 +251,7 @@ impl LockOptions {
         // Whoever says how long to wait, or for ever, has not asked for a number of tries.
         let default_retries =
             if self.timeout.is_none() { u64::from(DEFAULT_MAX_RETRIES) } else { u64::MAX - 1 };
-        Ok(Plan {
+        Ok(ResolvedOptions {
             ttl,
             timeout,
             max_attempts: self.max_retries.map_or(default_retries, u64::from) + 1,
@@ -294,7 +294,7 @@ impl fmt::Debug for LockOptions {
 }
 
 /// Validated options.
-pub(super) struct Plan {
+pub(super) struct ResolvedOptions {
     pub(super) ttl: Duration,
     /// `None`: for ever.
     pub(super) timeout: Option<Duration>,
@@ -364,7 +364,7 @@ mod tests {
     use crate::error::ErrorCode;
 
     fn delays(options: &LockOptions) -> Delays {
-        options.plan().unwrap().delays
+        options.resolve().unwrap().delays
     }
 
     fn ms(n: u64) -> Duration {
@@ -373,14 +373,14 @@ mod tests {
 
     #[test]
     fn the_defaults_are_those_of_every_client() {
-        let plan = LockOptions::new().plan().unwrap();
-        assert_eq!((plan.ttl, plan.timeout), (Duration::from_secs(30), Some(Duration::from_secs(5))));
-        assert_eq!(plan.max_attempts, 11);
+        let options = LockOptions::new().resolve().unwrap();
+        assert_eq!((options.ttl, options.timeout), (Duration::from_secs(30), Some(Duration::from_secs(5))));
+        assert_eq!(options.max_attempts, 11);
         assert_eq!(
-            (plan.delays.base, plan.delays.backoff, plan.delays.jitter),
+            (options.delays.base, options.delays.backoff, options.delays.jitter),
             (ms(100), Backoff::Exponential, Jitter::Equal)
         );
-        assert_eq!(plan.heartbeat, Heartbeat::Auto);
+        assert_eq!(options.heartbeat, Heartbeat::Auto);
     }
 
     #[test]
@@ -406,7 +406,7 @@ mod tests {
                 }
             }
         }
-        assert_eq!(LockOptions::new().max_retries(u32::MAX).plan().unwrap().max_attempts, 1 << 32);
+        assert_eq!(LockOptions::new().max_retries(u32::MAX).resolve().unwrap().max_attempts, 1 << 32);
     }
 
     #[test]
@@ -429,14 +429,14 @@ mod tests {
             LockOptions::new().min_hold(Duration::MAX),
             LockOptions::new().min_hold(ms(2)).max_hold(ms(1)),
         ] {
-            assert_eq!(bad.plan().err().unwrap().code(), ErrorCode::InvalidArgument, "{bad:?}");
+            assert_eq!(bad.resolve().err().unwrap().code(), ErrorCode::InvalidArgument, "{bad:?}");
         }
     }
 
     #[test]
     fn a_stated_wait_lifts_only_the_default_limit_of_retries() {
         for options in [LockOptions::new().wait_forever(), LockOptions::new().timeout(DEFAULT_TIMEOUT)] {
-            assert_eq!(options.plan().unwrap().max_attempts, u64::MAX);
+            assert_eq!(options.resolve().unwrap().max_attempts, u64::MAX);
         }
         for options in [
             LockOptions::new().wait_forever().max_retries(3),
@@ -444,7 +444,7 @@ mod tests {
             LockOptions::new().timeout(DEFAULT_TIMEOUT).max_retries(3),
             LockOptions::new().max_retries(3).timeout(DEFAULT_TIMEOUT),
         ] {
-            assert_eq!(options.plan().unwrap().max_attempts, 4);
+            assert_eq!(options.resolve().unwrap().max_attempts, 4);
         }
     }
 }

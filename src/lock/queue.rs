@@ -1,81 +1,81 @@
 //! The queue of this process's threads that wait for one key.
 //!
 //! 1. First come, first served: only the first of a key's waiters asks the server.
-//! 2. Whoever leaves, for whatever reason, calls the next: nobody waits for a thread that is gone.
+//! 2. A waiter that leaves, for whatever reason, signals the next one: nobody waits for a thread that is gone.
 //! 3. Holders are not in it. A lease that runs out in its holder's hands blocks nobody here.
-//! 4. A release in this process calls the first waiter of its key; a call is never lost.
+//! 4. A release in this process signals the first waiter of its key; a signal is never lost.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex};
 
-use crate::lock::wake::{FREED, LOOK, Wake, guard};
+use crate::lock::signal::{FREED, LOOK, Signal, locked};
 
 #[derive(Default)]
 pub(super) struct Queue {
-    keys: Mutex<HashMap<Arc<str>, VecDeque<Arc<Wake>>>>,
+    keys: Mutex<HashMap<Arc<str>, VecDeque<Arc<Signal>>>>,
 }
 
 impl Queue {
     /// Takes the last place of the key's queue.
-    pub(super) fn join(self: &Arc<Self>, key: &Arc<str>) -> Ticket {
-        let wake = Arc::new(Wake::default());
-        guard(&self.keys).entry(Arc::clone(key)).or_default().push_back(Arc::clone(&wake));
-        Ticket { queue: Arc::clone(self), key: Arc::clone(key), wake }
+    pub(super) fn join(self: &Arc<Self>, key: &Arc<str>) -> QueuePlace {
+        let signal = Arc::new(Signal::default());
+        locked(&self.keys).entry(Arc::clone(key)).or_default().push_back(Arc::clone(&signal));
+        QueuePlace { queue: Arc::clone(self), key: Arc::clone(key), signal }
     }
 
     /// Tells the first waiter of a key that it was let go.
     pub(super) fn freed(&self, key: &str) {
-        let first = guard(&self.keys).get(key).and_then(|line| line.front().map(Arc::clone));
-        if let Some(wake) = first {
-            wake.call(FREED);
+        let first = locked(&self.keys).get(key).and_then(|waiters| waiters.front().map(Arc::clone));
+        if let Some(signal) = first {
+            signal.notify(FREED);
         }
     }
 
     #[cfg(test)]
     pub(super) fn waiting(&self, key: &str) -> usize {
-        guard(&self.keys).get(key).map_or(0, VecDeque::len)
+        locked(&self.keys).get(key).map_or(0, VecDeque::len)
     }
 }
 
 /// A place in a key's queue, given up when it is dropped.
-pub(super) struct Ticket {
+pub(super) struct QueuePlace {
     queue: Arc<Queue>,
     key: Arc<str>,
-    wake: Arc<Wake>,
+    signal: Arc<Signal>,
 }
 
-impl Ticket {
+impl QueuePlace {
     /// Whether nobody of this process is before us.
     pub(super) fn is_first(&self) -> bool {
-        guard(&self.queue.keys)
+        locked(&self.queue.keys)
             .get(&self.key)
-            .and_then(|line| line.front())
-            .is_some_and(|first| Arc::ptr_eq(first, &self.wake))
+            .and_then(|waiters| waiters.front())
+            .is_some_and(|first| Arc::ptr_eq(first, &self.signal))
     }
 
-    pub(super) fn wake(&self) -> &Arc<Wake> {
-        &self.wake
+    pub(super) fn signal(&self) -> &Arc<Signal> {
+        &self.signal
     }
 }
 
-impl Drop for Ticket {
+impl Drop for QueuePlace {
     fn drop(&mut self) {
         let next = {
-            let mut keys = guard(&self.queue.keys);
-            let Some(line) = keys.get_mut(&self.key) else { return };
-            if line.front().is_some_and(|first| Arc::ptr_eq(first, &self.wake)) {
-                line.pop_front();
+            let mut keys = locked(&self.queue.keys);
+            let Some(waiters) = keys.get_mut(&self.key) else { return };
+            if waiters.front().is_some_and(|first| Arc::ptr_eq(first, &self.signal)) {
+                waiters.pop_front();
             } else {
-                line.retain(|other| !Arc::ptr_eq(other, &self.wake));
+                waiters.retain(|other| !Arc::ptr_eq(other, &self.signal));
             }
-            let next = line.front().map(Arc::clone);
+            let next = waiters.front().map(Arc::clone);
             if next.is_none() {
                 keys.remove(&self.key);
             }
             next
         };
         if let Some(next) = next {
-            next.call(LOOK);
+            next.notify(LOOK);
         }
     }
 }
@@ -95,9 +95,9 @@ mod tests {
         assert!(!third.is_first());
         drop(first);
         assert!(third.is_first());
-        assert_eq!(third.wake().sleep_until(&Clock::system(), Moment::NEVER) & LOOK, LOOK);
+        assert_eq!(third.signal().sleep_until(&Clock::system(), Moment::NEVER) & LOOK, LOOK);
         drop(third);
-        assert!(guard(&queue.keys).is_empty(), "an empty queue leaves nothing behind");
+        assert!(locked(&queue.keys).is_empty(), "an empty queue leaves nothing behind");
     }
 
     #[test]
@@ -108,7 +108,7 @@ mod tests {
         queue.freed("k");
         queue.freed("other");
         let clock = Clock::system();
-        assert_eq!(first.wake().sleep_until(&clock, clock.now()), FREED);
-        assert_eq!(second.wake().sleep_until(&clock, clock.now()), 0);
+        assert_eq!(first.signal().sleep_until(&clock, clock.now()), FREED);
+        assert_eq!(second.signal().sleep_until(&clock, clock.now()), 0);
     }
 }

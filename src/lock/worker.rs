@@ -1,9 +1,9 @@
-//! The worker: lost leases to the log first, then renewals, then deferred releases, then foreign code.
+//! The worker: lost leases to the log first, then renewals, then pending releases, then user code.
 //!
 //! 1. One backend call at a time, each with a deadline: at the latest then it looks at what is due.
-//! 2. A deferred release never takes so long that a renewal that is due meanwhile comes late by more
+//! 2. A pending release never takes so long that a renewal that is due meanwhile comes late by more
 //!    than [`SHORTEST_CALL`].
-//! 3. Foreign code runs one piece at a time, with everything that is due in between; its panics, and
+//! 3. User code runs one piece at a time, with everything that is due in between; its panics, and
 //!    those of the backend, end here.
 //! 4. It goes when the engine ends and nothing is left, when what is left may be given up, or
 //!    [`LONGEST_DRAIN`] after the end. It takes the last reference to the engine with it.
@@ -15,23 +15,23 @@ use std::time::Duration;
 
 use crate::backend::{LostReason, ReleaseOutcome, RenewOutcome, Renewal};
 use crate::error::{ErrorCode, LockError, Result};
-use crate::lock::crew::{Call, Deferred, Held, LostLine};
 use crate::lock::engine::Engine;
 use crate::lock::lease::{Outcome, TOLERANCE};
+use crate::lock::registry::{Callback, GuardState, LostLine, PendingRelease};
 use crate::lock::report::{ReleaseErrorContext, ReleaseSource, report};
-use crate::lock::wake::guard;
+use crate::lock::signal::locked;
 use crate::model::time::Moment;
 use crate::threads::{Foreign, contained, quietly};
 
 /// The most leases in one renewal.
 const BATCH: usize = 500;
 /// Renewals that are due so soon go with those that are due.
-const TOGETHER: Duration = Duration::from_millis(20);
+const BATCH_WINDOW: Duration = Duration::from_millis(20);
 /// The least time that a call of the worker's gets.
 const SHORTEST_CALL: Duration = Duration::from_millis(200);
 /// What the backend keeps for renewals is kept for so long after the last guard.
-const LINGER: Duration = Duration::from_millis(250);
-/// How long deferred releases are pursued after the last client and guard are gone.
+const KEEP_RESERVED: Duration = Duration::from_millis(250);
+/// How long pending releases are pursued after the last client and guard are gone.
 const LONGEST_DRAIN: Duration = Duration::from_secs(60);
 /// The pause after the first failed release; doubled after each, up to [`LONGEST_PAUSE`].
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
@@ -40,9 +40,9 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 enum Job {
     /// Tells the log of lost leases.
     Log(VecDeque<LostLine>),
-    Renew(Vec<Arc<Held>>),
-    Settle(Box<Deferred>),
-    Call(Call),
+    Renew(Vec<Arc<GuardState>>),
+    Release(Box<PendingRelease>),
+    Callback(Callback),
     Unreserve,
     Sleep(Moment),
     Go,
@@ -54,7 +54,7 @@ pub(super) fn run(engine: Arc<Engine>) {
     loop {
         match next_job(&engine, true) {
             Job::Sleep(until) => {
-                engine.crew.desk_wake.sleep_until(&engine.clock, until);
+                engine.registry.worker_signal.sleep_until(&engine.clock, until);
             }
             Job::Go => break,
             job => do_job(&engine, job),
@@ -63,20 +63,20 @@ pub(super) fn run(engine: Arc<Engine>) {
     if engine.closed.load(Ordering::SeqCst) {
         quietly(|| engine.backend.close());
     }
-    let last = guard(&engine.threads).last.take();
+    let last = locked(&engine.threads).last.take();
     // The last drop of the backend, and of the caller's handlers with it, happens here.
     quietly(move || drop((last, engine)));
 }
 
-/// Does what is left to do, except for foreign code, inside a callback on the worker's own thread:
+/// Does what is left to do, except for user code, inside a callback on the worker's own thread:
 /// until nothing is left, or `go_on` says no.
 pub(super) fn drain(engine: &Engine, go_on: impl Fn() -> bool) {
     while go_on() {
         match next_job(engine, false) {
-            Job::Sleep(_) if guard(&engine.crew.desk).deferred.is_empty() => return,
+            Job::Sleep(_) if locked(&engine.registry.worker_queue).releases.is_empty() => return,
             Job::Sleep(until) => {
                 let look = engine.clock.now().after(Duration::from_millis(20));
-                engine.crew.desk_wake.sleep_until(&engine.clock, until.min(look));
+                engine.registry.worker_signal.sleep_until(&engine.clock, until.min(look));
             }
             Job::Go => return,
             job => do_job(engine, job),
@@ -88,123 +88,123 @@ fn do_job(engine: &Engine, job: Job) {
     match job {
         Job::Log(lines) => lines.iter().for_each(|line| quietly(|| log::warn!("{line}"))),
         Job::Renew(due) => renew(engine, due),
-        Job::Settle(deferred) => {
-            quietly(|| settle_deferred(engine, *deferred));
-            guard(&engine.crew.desk).in_hand -= 1;
-            engine.crew.progress.notify_all();
+        Job::Release(pending) => {
+            quietly(|| run_release(engine, *pending));
+            locked(&engine.registry.worker_queue).in_progress -= 1;
+            engine.registry.progress.notify_all();
         }
-        Job::Call(call) => match call {
-            Call::Lost(held, reason) => {
-                if let Some(on_lost) = held.on_lost.as_ref().and_then(Foreign::get) {
+        Job::Callback(callback) => match callback {
+            Callback::Lost(state, reason) => {
+                if let Some(on_lost) = state.on_lost.as_ref().and_then(Foreign::get) {
                     quietly(|| on_lost(reason));
                 }
-                quietly(move || drop(held));
+                quietly(move || drop(state));
             }
-            Call::ReleaseFailed(handler, error, context) => {
+            Callback::ReleaseFailed(handler, error, context) => {
                 report(handler.as_ref(), &error, &context);
                 quietly(move || drop(handler));
             }
-            Call::Drop(held) => quietly(move || drop(held)),
+            Callback::Drop(state) => quietly(move || drop(state)),
         },
         Job::Unreserve => quietly(|| engine.unreserve()),
         Job::Sleep(_) | Job::Go => {}
     }
 }
 
-/// The most urgent job; without `calls` none that is foreign code.
-fn next_job(engine: &Engine, calls: bool) -> Job {
+/// The most urgent job; without `callbacks` none that is user code.
+fn next_job(engine: &Engine, callbacks: bool) -> Job {
     let now = engine.clock.now();
-    let mut desk = guard(&engine.crew.desk);
-    desk.asleep_until = None;
-    if desk.abandoned {
-        desk.gone = true;
+    let mut queue = locked(&engine.registry.worker_queue);
+    queue.asleep_until = None;
+    if queue.abandoned {
+        queue.worker_ended = true;
         return Job::Go;
     }
-    if !desk.lost_lines.is_empty() {
-        return Job::Log(std::mem::take(&mut desk.lost_lines));
+    if !queue.lost_lines.is_empty() {
+        return Job::Log(std::mem::take(&mut queue.lost_lines));
     }
-    if let Some((_, first)) = desk.renewals.pop(now) {
-        let until = if engine.clock.is_manual() { now } else { now.after(TOGETHER) };
+    if let Some((_, first)) = queue.renewals.pop(now) {
+        let until = if engine.clock.is_manual() { now } else { now.after(BATCH_WINDOW) };
         let mut due = vec![first];
         while due.len() < BATCH {
-            let Some((_, held)) = desk.renewals.pop(until) else { break };
-            due.push(held);
+            let Some((_, state)) = queue.renewals.pop(until) else { break };
+            due.push(state);
         }
         return Job::Renew(due);
     }
     // At the end nothing waits for its time: what is kept is cut to its rest, and a manual clock
     // may never be moved again.
-    let hurry = desk.ending.is_some() && engine.clock.is_manual();
-    let due = if hurry { Moment::NEVER } else { now };
-    if let Some((_, deferred)) = desk.deferred.pop(due) {
-        desk.in_hand += 1;
-        return Job::Settle(Box::new(deferred));
+    let release_early = queue.ending.is_some() && engine.clock.is_manual();
+    let due = if release_early { Moment::NEVER } else { now };
+    if let Some((_, pending)) = queue.releases.pop(due) {
+        queue.in_progress += 1;
+        return Job::Release(Box::new(pending));
     }
-    if calls && let Some(call) = desk.calls.pop_front() {
-        return Job::Call(call);
+    if callbacks && let Some(callback) = queue.callbacks.pop_front() {
+        return Job::Callback(callback);
     }
-    if calls && let Some(since) = desk.ending {
-        let idle = desk.deferred.is_empty() && desk.closers == 0;
+    if callbacks && let Some(since) = queue.ending {
+        let idle = queue.releases.is_empty() && queue.closing == 0;
         if idle || now.since(since) >= LONGEST_DRAIN {
-            desk.gone = true;
+            queue.worker_ended = true;
             return Job::Go;
         }
     }
-    let mut next = desk.renewals.next().min(desk.deferred.next());
-    if desk.renewals.is_empty() && engine.crew.may_unreserve.load(Ordering::Relaxed) {
-        let at = *desk.unreserve_at.get_or_insert(now.after(LINGER));
+    let mut next = queue.renewals.next().min(queue.releases.next());
+    if queue.renewals.is_empty() && engine.registry.may_unreserve.load(Ordering::Relaxed) {
+        let at = *queue.unreserve_at.get_or_insert(now.after(KEEP_RESERVED));
         if now >= at {
-            desk.unreserve_at = None;
+            queue.unreserve_at = None;
             return Job::Unreserve;
         }
         next = next.min(at);
     } else {
-        desk.unreserve_at = None;
+        queue.unreserve_at = None;
     }
-    desk.asleep_until = Some(next);
+    queue.asleep_until = Some(next);
     Job::Sleep(next)
 }
 
 /// Renews what is due: together, except for those whose row was busy the last time.
-fn renew(engine: &Engine, due: Vec<Arc<Held>>) {
-    let (alone, together): (Vec<_>, Vec<_>) = due.into_iter().partition(|held| guard(&held.lease).alone());
+fn renew(engine: &Engine, due: Vec<Arc<GuardState>>) {
+    let (alone, together): (Vec<_>, Vec<_>) = due.into_iter().partition(|state| locked(&state.lease).alone());
     renew_batch(engine, together);
-    for held in alone {
-        renew_batch(engine, vec![held]);
+    for state in alone {
+        renew_batch(engine, vec![state]);
     }
 }
 
-fn renew_batch(engine: &Engine, due: Vec<Arc<Held>>) {
+fn renew_batch(engine: &Engine, due: Vec<Arc<GuardState>>) {
     let now = engine.clock.now();
     let mut flights = Vec::with_capacity(due.len());
     let mut rest = engine.backend.operation_timeout();
-    for held in &due {
-        let mut lease = guard(&held.lease);
+    for state in &due {
+        let mut lease = locked(&state.lease);
         // Ahead of the timer, so that a lease that is over is not looked at again and again.
         let lost = lease.tick(now);
-        match lease.begin_renewal(now, if engine.clock.is_manual() { Duration::ZERO } else { TOGETHER }) {
+        match lease.begin_renewal(now, if engine.clock.is_manual() { Duration::ZERO } else { BATCH_WINDOW }) {
             Some((id, ttl)) => {
                 // Leaves time for a second try.
                 rest = rest.min(lease.end().since(now) / 2);
-                flights.push((held, id, lease.version(), ttl));
-                engine.crew.arm(held, &lease);
+                flights.push((state, id, lease.version(), ttl));
+                engine.registry.schedule(state, &lease);
             }
             // It was extended meanwhile, or is lost, or has ended.
-            None => engine.crew.arm(held, &lease),
+            None => engine.registry.schedule(state, &lease),
         }
         drop(lease);
         if let Some(reason) = lost {
-            engine.crew.tell_lost(held, reason);
+            engine.registry.notify_lost(state, reason);
         }
     }
     if !flights.is_empty() {
         let renewals: Vec<_> =
-            flights.iter().map(|(held, _, version, ttl)| held.renewal(*version, *ttl)).collect();
+            flights.iter().map(|(state, _, version, ttl)| state.renewal(*version, *ttl)).collect();
         let deadline = now.after(rest.max(SHORTEST_CALL.min(engine.backend.operation_timeout())));
         let answers = contained(|| engine.backend.renew(&renewals, deadline)).unwrap_or_default();
         let mut answers_in_turn = answers.iter();
         let now = engine.clock.now();
-        for (held, id, ..) in flights {
+        for (state, id, ..) in flights {
             // A missing answer says as little as an error does.
             let outcome = match answers_in_turn.next() {
                 Some(Ok(RenewOutcome::Renewed { expires_at_ms, version })) => {
@@ -215,13 +215,13 @@ fn renew_batch(engine: &Engine, due: Vec<Arc<Held>>) {
                 Some(Err(error)) if is_refusal(error) => Outcome::Refused,
                 Some(Err(_)) | None => Outcome::Unknown,
             };
-            finish(engine, held, id, now, outcome);
+            finish(engine, state, id, now, outcome);
         }
         // Only now: a logger may block, and what was answered in time must not be booked late.
         note_failures(engine, &answers);
     }
-    for held in due {
-        if let Some(last) = Arc::into_inner(held) {
+    for state in due {
+        if let Some(last) = Arc::into_inner(state) {
             quietly(move || drop(last));
         }
     }
@@ -250,20 +250,20 @@ fn note_failures(engine: &Engine, answers: &[Result<RenewOutcome>]) {
 }
 
 /// Books the answer to an operation, and tells the holder if the lease is lost by it.
-pub(super) fn finish(engine: &Engine, held: &Arc<Held>, id: u32, now: Moment, outcome: Outcome) {
+pub(super) fn finish(engine: &Engine, state: &Arc<GuardState>, id: u32, now: Moment, outcome: Outcome) {
     let lost = {
-        let mut lease = guard(&held.lease);
+        let mut lease = locked(&state.lease);
         let lost = lease.finish(id, now, outcome);
-        engine.crew.arm(held, &lease);
+        engine.registry.schedule(state, &lease);
         lost
     };
     if let Some(reason) = lost {
-        engine.crew.tell_lost(held, reason);
+        engine.registry.notify_lost(state, reason);
     }
 }
 
 /// What became of a lease that was to be let go.
-pub(super) enum Settled {
+pub(super) enum ReleaseProgress {
     Done(ReleaseOutcome),
     /// It is kept until the end of `min_hold`.
     Kept,
@@ -280,122 +280,139 @@ pub(super) fn change<T>(may_last: Duration, call: impl FnOnce() -> Result<T>) ->
 }
 
 /// Lets a lease go, or makes sure that it lasts to the end of its `min_hold`.
-pub(super) fn settle(engine: &Engine, deferred: &mut Deferred, rest: Duration) -> Result<Settled> {
-    change(Duration::MAX, || ask_to_settle(engine, deferred, rest))
+pub(super) fn try_release(
+    engine: &Engine,
+    pending: &mut PendingRelease,
+    rest: Duration,
+) -> Result<ReleaseProgress> {
+    change(Duration::MAX, || release_or_keep(engine, pending, rest))
 }
 
-fn ask_to_settle(engine: &Engine, deferred: &mut Deferred, rest: Duration) -> Result<Settled> {
+fn release_or_keep(engine: &Engine, pending: &mut PendingRelease, rest: Duration) -> Result<ReleaseProgress> {
     let now = engine.clock.now();
-    let (id, deadline) = (&deferred.context.lock_id, now.after(rest));
-    if now >= deferred.keep_until {
-        return engine.backend.release_by(id, deadline).map(Settled::Done);
+    let (id, deadline) = (&pending.context.lock_id, now.after(rest));
+    if now >= pending.min_hold_end {
+        return engine.backend.release_by(id, deadline).map(ReleaseProgress::Done);
     }
-    let left = deferred.keep_until.since(now);
-    if guard(&engine.crew.desk).ending.is_some() {
+    let left = pending.min_hold_end.since(now);
+    if locked(&engine.registry.worker_queue).ending.is_some() {
         // Nobody will be there to release it: let the lease itself end in time. It counts as live
         // for the tolerance after its expiry, so that much less is enough.
         let ttl = left.saturating_sub(TOLERANCE).max(Duration::from_millis(1));
-        return Ok(Settled::Done(match keep(engine, deferred, ttl, deadline)? {
+        return Ok(ReleaseProgress::Done(match keep(engine, pending, ttl, deadline)? {
             RenewOutcome::Lost(_) => ReleaseOutcome::NotHeld(None),
             RenewOutcome::Renewed { .. } | RenewOutcome::Busy => ReleaseOutcome::Released,
         }));
     }
-    if deferred.lease_end < deferred.keep_until {
+    if pending.lease_end < pending.min_hold_end {
         let ttl = left.max(Duration::from_millis(1)).saturating_add(Duration::from_millis(1));
-        if let RenewOutcome::Lost(_) = keep(engine, deferred, ttl, deadline)? {
-            return Ok(Settled::Done(ReleaseOutcome::NotHeld(None)));
+        if let RenewOutcome::Lost(_) = keep(engine, pending, ttl, deadline)? {
+            return Ok(ReleaseProgress::Done(ReleaseOutcome::NotHeld(None)));
         }
-        deferred.lease_end = now.after(ttl);
-        deferred.over_at = deferred.over_at.max(engine.clock.now().after(ttl).after(TOLERANCE));
+        pending.lease_end = now.after(ttl);
+        pending.over_at = pending.over_at.max(engine.clock.now().after(ttl).after(TOLERANCE));
     }
-    Ok(Settled::Kept)
+    Ok(ReleaseProgress::Kept)
 }
 
 /// Moves the end of a lease that is kept for its `min_hold`.
-fn keep(engine: &Engine, deferred: &mut Deferred, ttl: Duration, deadline: Moment) -> Result<RenewOutcome> {
+fn keep(
+    engine: &Engine,
+    pending: &mut PendingRelease,
+    ttl: Duration,
+    deadline: Moment,
+) -> Result<RenewOutcome> {
     // Only what was granted is ever kept.
-    let Some((fence, version)) = deferred.known else {
+    let Some((fence, version)) = pending.known else {
         return Ok(RenewOutcome::Lost(LostReason::RowMissing));
     };
-    let ReleaseErrorContext { key, lock_id, .. } = &deferred.context;
+    let ReleaseErrorContext { key, lock_id, .. } = &pending.context;
     let outcome = engine.backend.prolong(&Renewal { key, lock_id, fence, version, ttl }, deadline)?;
     if let RenewOutcome::Renewed { version, .. } = outcome {
-        deferred.known = Some((fence, version));
+        pending.known = Some((fence, version));
     }
     Ok(outcome)
 }
 
-fn settle_deferred(engine: &Engine, mut deferred: Deferred) {
+fn run_release(engine: &Engine, mut pending: PendingRelease) {
     let now = engine.clock.now();
-    if now >= deferred.over_at {
-        give_up(engine, deferred);
+    if now >= pending.over_at {
+        give_up(engine, pending);
         return;
     }
-    let next_renewal = guard(&engine.crew.desk).renewals.next();
+    let next_renewal = locked(&engine.registry.worker_queue).renewals.next();
     let rest = engine
         .dispose_timeout
         .min(engine.backend.operation_timeout())
         .min(next_renewal.since(now).max(SHORTEST_CALL));
-    match settle(engine, &mut deferred, rest) {
-        Ok(Settled::Kept) => {
-            let at = deferred.keep_until;
-            again(engine, at, deferred);
+    match try_release(engine, &mut pending, rest) {
+        Ok(ReleaseProgress::Kept) => {
+            let at = pending.min_hold_end;
+            again(engine, at, pending);
         }
-        Ok(Settled::Done(ReleaseOutcome::NotHeld(_))) if deferred.may_arrive => later(engine, deferred),
-        Ok(Settled::Done(outcome)) => {
-            engine.queue.freed(&deferred.context.key);
-            let mut desk = guard(&engine.crew.desk);
+        Ok(ReleaseProgress::Done(ReleaseOutcome::NotHeld(_))) if pending.may_arrive => later(engine, pending),
+        Ok(ReleaseProgress::Done(outcome)) => {
+            engine.queue.freed(&pending.context.key);
+            let mut queue = locked(&engine.registry.worker_queue);
             match outcome {
-                ReleaseOutcome::Released => desk.tally.released += 1,
-                ReleaseOutcome::NotHeld(_) => desk.tally.not_held += 1,
+                ReleaseOutcome::Released => queue.totals.released += 1,
+                ReleaseOutcome::NotHeld(_) => queue.totals.not_held += 1,
             }
         }
         Err(error) => {
             let error =
-                error.with_key(deferred.context.key.as_str()).with_lock_id(deferred.context.lock_id.as_str());
-            if deferred.told || deferred.context.source == ReleaseSource::Worker {
-                deferred.last_error = Some(error);
+                error.with_key(pending.context.key.as_str()).with_lock_id(pending.context.lock_id.as_str());
+            if pending.reported || pending.context.source == ReleaseSource::Worker {
+                pending.last_error = Some(error);
             } else {
-                deferred.told = true;
-                let handler = deferred.handler.clone();
-                engine.crew.call(Call::ReleaseFailed(handler, error, Box::new(deferred.context.clone())));
+                pending.reported = true;
+                let handler = pending.handler.clone();
+                engine.registry.queue_callback(Callback::ReleaseFailed(
+                    handler,
+                    error,
+                    Box::new(pending.context.clone()),
+                ));
             }
-            later(engine, deferred);
+            later(engine, pending);
         }
     }
 }
 
 /// Tries again after a pause, the longer the more often it failed.
-fn later(engine: &Engine, mut deferred: Deferred) {
-    if engine.clock.is_manual() && guard(&engine.crew.desk).ending.is_some() {
+fn later(engine: &Engine, mut pending: PendingRelease) {
+    if engine.clock.is_manual() && locked(&engine.registry.worker_queue).ending.is_some() {
         // See `next_job`: one try is all there is.
-        give_up(engine, deferred);
+        give_up(engine, pending);
         return;
     }
-    let pause = FIRST_PAUSE.saturating_mul(1 << deferred.tries.min(10)).min(LONGEST_PAUSE);
-    deferred.tries = deferred.tries.saturating_add(1);
-    let at = engine.clock.now().after(pause).min(deferred.over_at);
-    again(engine, at, deferred);
+    let pause = FIRST_PAUSE.saturating_mul(1 << pending.tries.min(10)).min(LONGEST_PAUSE);
+    pending.tries = pending.tries.saturating_add(1);
+    let at = engine.clock.now().after(pause).min(pending.over_at);
+    again(engine, at, pending);
 }
 
-fn again(engine: &Engine, at: Moment, deferred: Deferred) {
-    if let Err(deferred) = engine.crew.defer(at, deferred) {
-        give_up(engine, *deferred);
+fn again(engine: &Engine, at: Moment, pending: PendingRelease) {
+    if let Err(pending) = engine.registry.defer(at, pending) {
+        give_up(engine, *pending);
     }
 }
 
 /// The lease is over, or cannot be pursued any more.
-fn give_up(engine: &Engine, mut deferred: Deferred) {
-    let failed = deferred.last_error.take();
+fn give_up(engine: &Engine, mut pending: PendingRelease) {
+    let failed = pending.last_error.take();
     {
-        let mut desk = guard(&engine.crew.desk);
-        if failed.is_some() || deferred.told {
-            desk.tally.failed += 1;
+        let mut queue = locked(&engine.registry.worker_queue);
+        if failed.is_some() || pending.reported {
+            queue.totals.failed += 1;
         } else {
-            desk.tally.not_held += 1;
+            queue.totals.not_held += 1;
         }
     }
-    if let (Some(error), false) = (failed, deferred.told) {
-        engine.crew.call(Call::ReleaseFailed(deferred.handler.take(), error, Box::new(deferred.context)));
+    if let (Some(error), false) = (failed, pending.reported) {
+        engine.registry.queue_callback(Callback::ReleaseFailed(
+            pending.handler.take(),
+            error,
+            Box::new(pending.context),
+        ));
     }
 }

@@ -10,8 +10,8 @@ fn pass(backend: &Recorder, client: &LockClient, time: Duration) {
     while backend.now() < end {
         backend.advance(ms(500));
         let idle = || {
-            let desk = guard(&client.engine().crew.desk);
-            desk.renewals.next() > backend.now() && desk.asleep_until.is_some()
+            let queue = locked(&client.engine().registry.worker_queue);
+            queue.renewals.next() > backend.now() && queue.asleep_until.is_some()
         };
         eventually("the worker has done what is due", idle);
     }
@@ -30,7 +30,7 @@ fn a_guard_is_renewed_while_it_lives_and_not_after() {
     assert_eq!(held.release().unwrap(), ReleaseResult::Released);
     backend.advance(s(300));
     assert_eq!(backend.count("renew"), renewals);
-    assert!(client.engine().crew.watch.lock().unwrap().guards.is_empty());
+    assert!(client.engine().registry.deadlines.lock().unwrap().guards.is_empty());
 }
 
 #[test]
@@ -40,13 +40,15 @@ fn many_guards_are_renewed_in_few_calls() {
     let guards: Vec<_> = (0..10_000).map(|n| client.try_lock(&format!("k{n}")).unwrap().unwrap()).collect();
     backend.advance(s(10));
     eventually("all are renewed", || guards.iter().all(|held| held.remaining() == s(30)));
-    let batches = guard(&backend.state).batches.clone();
+    let batches = locked(&backend.state).batches.clone();
     assert_eq!(batches.iter().sum::<usize>(), 10_000);
     assert_eq!(batches.len(), 20);
     let start = std::time::Instant::now();
     drop(guards);
-    let crew = &client.engine().crew;
-    assert!(guard(&crew.watch).guards.is_empty() && guard(&crew.desk).renewals.is_empty());
+    let registry = &client.engine().registry;
+    assert!(
+        locked(&registry.deadlines).guards.is_empty() && locked(&registry.worker_queue).renewals.is_empty()
+    );
     let _ = start;
 }
 
@@ -77,7 +79,7 @@ fn a_refused_renewal_tells_the_holder_once() {
     let client = client(&backend);
     let (tell, told) = std::sync::mpsc::channel();
     let tell = Mutex::new(tell);
-    let options = LockOptions::new().on_lost(move |reason| guard(&tell).send(reason).unwrap());
+    let options = LockOptions::new().on_lost(move |reason| locked(&tell).send(reason).unwrap());
     let held = client.lock_with("k", &options).unwrap();
     backend.remove("k");
     backend.advance(s(10));
@@ -102,7 +104,7 @@ fn busy_rows_and_errors_are_retried_before_the_deadline() {
         backend.script("renew", [script, script]);
         pass(&backend, &client, s(20));
         assert!(held.remaining() >= s(20) && other.is_held(), "{script:?}");
-        let batches = guard(&backend.state).batches.clone();
+        let batches = locked(&backend.state).batches.clone();
         // A busy row goes alone, until it is renewed.
         let alone = if matches!(script, Script::No) { 1 } else { 2 };
         assert_eq!(batches[1], alone, "{script:?} {batches:?}");
@@ -164,9 +166,13 @@ fn a_guard_that_is_released_while_its_renewal_is_in_flight_stays_released() {
     backend.renew_gate.wait_for_arrival();
     assert_eq!(held.release().unwrap(), ReleaseResult::Released);
     backend.renew_gate.open();
-    eventually("the worker is back", || guard(&client.engine().crew.desk).asleep_until.is_some());
-    let crew = &client.engine().crew;
-    assert!(guard(&crew.desk).renewals.is_empty() && guard(&crew.watch).deadlines.is_empty());
+    eventually("the worker is back", || {
+        locked(&client.engine().registry.worker_queue).asleep_until.is_some()
+    });
+    let registry = &client.engine().registry;
+    assert!(
+        locked(&registry.worker_queue).renewals.is_empty() && locked(&registry.deadlines).by_time.is_empty()
+    );
     assert!(!token.is_cancelled(), "a released lease is not lost");
 }
 
@@ -184,7 +190,7 @@ fn a_failed_release_returns_its_error_and_the_worker_goes_on() {
         backend.is_free("k")
     });
     assert_eq!(backend.count("release"), 4);
-    assert!(guard(&reports).is_empty(), "the caller was told already");
+    assert!(locked(&reports).is_empty(), "the caller was told already");
 }
 
 #[test]
@@ -200,8 +206,8 @@ fn a_failed_drop_is_reported_once_and_the_worker_goes_on() {
             backend.advance(ms(100));
             backend.is_free("k")
         });
-        assert!(guard(&silent).is_empty());
-        let told = guard(&told);
+        assert!(locked(&silent).is_empty());
+        let told = locked(&told);
         assert_eq!(told.len(), 1);
         assert_eq!(told[0].0, ErrorCode::NetworkTimeout);
         assert_eq!((told[0].1.key.as_str(), &told[0].1.lock_id), ("k", &id));
@@ -225,7 +231,7 @@ fn a_guard_that_ends_releases_its_own_id_once_and_what_was_refused_releases_noth
         drop(client.try_lock("taken").unwrap());
         drop(client.acquire("taken", s(30)).unwrap());
         client.close(s(30)).unwrap();
-        assert_eq!(guard(&backend.state).released, [id]);
+        assert_eq!(locked(&backend.state).released, [id]);
         assert_eq!(backend.count("release"), 1);
     }
 }
@@ -237,9 +243,9 @@ fn a_failed_release_of_the_helper_reaches_the_calls_own_handler_or_the_clients()
         let (client, options, told, silent) = reporting_to(own, &backend);
         backend.script("release", [Script::Fail(ErrorCode::ServiceUnavailable)]);
         assert_eq!(client.with_lock("k", &options, |_| 7).unwrap(), 7);
-        assert!(guard(&silent).is_empty());
-        assert_eq!(guard(&told).len(), 1);
-        assert_eq!(guard(&told)[0].1.source, ReleaseSource::Helper);
+        assert!(locked(&silent).is_empty());
+        assert_eq!(locked(&told).len(), 1);
+        assert_eq!(locked(&told)[0].1.source, ReleaseSource::Helper);
     }
 }
 
@@ -253,7 +259,7 @@ fn a_lock_that_was_gone_already_is_no_failure() {
     let held = client.lock("k").unwrap();
     backend.remove("k");
     assert_eq!(held.release().unwrap(), ReleaseResult::NotHeld);
-    assert!(guard(&reports).is_empty());
+    assert!(locked(&reports).is_empty());
     assert_eq!(backend.count("release"), 2, "each asked once");
 }
 
@@ -281,7 +287,7 @@ fn with_lock_returns_its_value_whatever_the_release_does() {
     backend.script("release", [Script::Fail(ErrorCode::ServiceUnavailable)]);
     let value = client.with_lock("k", &LockOptions::new(), |held| held.fence().get()).unwrap();
     assert_eq!(value, 1);
-    assert_eq!(guard(&reports)[0].1.source, ReleaseSource::Helper);
+    assert_eq!(locked(&reports)[0].1.source, ReleaseSource::Helper);
 }
 
 #[test]
@@ -295,7 +301,7 @@ fn with_lock_releases_before_a_panic_goes_on() {
     assert!(backend.is_free("k"));
     assert_eq!(backend.count("release"), 1);
     // Not by the worker, which would be a moment later.
-    assert_eq!(guard(&backend.state).released_on, [std::thread::current().id()]);
+    assert_eq!(locked(&backend.state).released_on, [std::thread::current().id()]);
 }
 
 #[test]
@@ -365,18 +371,18 @@ fn callbacks_may_panic_and_may_use_and_drop_the_client() {
     let see = Arc::clone(&seen);
     let options = LockOptions::new().on_lost(move |_| {
         let other = inner.try_lock("other").map(drop).is_ok();
-        let own = guard(&taken).take().is_some();
+        let own = locked(&taken).take().is_some();
         let report = inner.clone().close(s(30)).unwrap();
-        guard(&see).push((other, own, report.pending));
+        locked(&see).push((other, own, report.pending));
         std::panic::panic_any("on purpose");
     });
-    *guard(&slot) = Some(client.lock_with("k", &options).unwrap());
+    *locked(&slot) = Some(client.lock_with("k", &options).unwrap());
     drop(options);
     backend.remove("k");
     drop(client);
     backend.advance(s(10));
-    eventually("called", || !guard(&seen).is_empty());
-    assert_eq!(*guard(&seen), [(true, true, 0)]);
+    eventually("called", || !locked(&seen).is_empty());
+    assert_eq!(*locked(&seen), [(true, true, 0)]);
     eventually("everything is gone", || Arc::strong_count(&backend) == 1);
     assert!(thread::current().name().is_some());
 }
@@ -405,8 +411,8 @@ fn a_lost_guard_that_is_still_there_is_not_named_as_the_holder() {
     let wait = LockOptions::new().retry_delay(Duration::ZERO).max_retries(1);
     let error = client.lock_with("k", &wait).unwrap_err().to_string();
     assert!(error.contains("this very thread"), "{error}");
-    let held = guard(&client.engine().crew.watch).guards.values().next().unwrap().clone();
-    guard(&held.lease).lose(LostReason::RowMissing);
+    let held = locked(&client.engine().registry.deadlines).guards.values().next().unwrap().clone();
+    locked(&held.lease).lose(LostReason::RowMissing);
     assert!(!lost.is_held());
     let error = client.lock_with("k", &wait).unwrap_err().to_string();
     assert!(!error.contains("this very thread"), "{error}");
@@ -421,7 +427,7 @@ fn a_release_that_panics_in_the_backend_goes_to_the_worker_and_is_told() {
         backend.script("release", [Script::Panic]);
         if dropped {
             drop(held);
-            assert_eq!(guard(&reports)[0].0, ErrorCode::Internal, "told at once");
+            assert_eq!(locked(&reports)[0].0, ErrorCode::Internal, "told at once");
         } else {
             let error = held.release().unwrap_err();
             assert!(error.is_outcome_unknown() && error.lock_id().is_some(), "{error:?}");
@@ -467,7 +473,7 @@ fn what_a_callback_captured_may_panic_when_it_is_dropped() {
     struct Bomb(Arc<Mutex<u32>>);
     impl Drop for Bomb {
         fn drop(&mut self) {
-            *guard(&self.0) += 1;
+            *locked(&self.0) += 1;
             panic!("in the drop of a captured value");
         }
     }
@@ -480,6 +486,6 @@ fn what_a_callback_captured_may_panic_when_it_is_dropped() {
     let held = client(&backend).lock_with("k", &options).unwrap();
     drop(options);
     drop(held);
-    eventually("both were dropped", || *guard(&dropped) == 2);
+    eventually("both were dropped", || *locked(&dropped) == 2);
     assert!(backend.is_free("k"));
 }

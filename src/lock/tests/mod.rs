@@ -8,7 +8,7 @@ mod waiting;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use super::wake::guard;
+use super::signal::locked;
 use super::{
     Backoff, ClientSettings, Heartbeat, Jitter, LockClient, LockOptions, OnReleaseError, ReleaseErrorContext,
     ReleaseSource,
@@ -37,7 +37,7 @@ fn recorder() -> (Reports, impl Fn(&LockError, &ReleaseErrorContext) + Send + Sy
     let reports = Reports::default();
     let record = Arc::clone(&reports);
     (reports, move |error: &LockError, context: &ReleaseErrorContext| {
-        guard(&record).push((error.code(), context.clone()));
+        locked(&record).push((error.code(), context.clone()));
     })
 }
 

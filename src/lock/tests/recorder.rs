@@ -12,7 +12,7 @@ use crate::backend::{
 };
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
-use crate::lock::wake::guard;
+use crate::lock::signal::locked;
 use crate::memory::{Call, Fault, MemoryBackend};
 use crate::model::lock_id::LockId;
 use crate::model::time::{Clock, Moment};
@@ -50,16 +50,16 @@ pub(super) struct Gate {
 
 impl Gate {
     pub(super) fn shut(&self) {
-        guard(&self.state).0 = true;
+        locked(&self.state).0 = true;
     }
 
     pub(super) fn open(&self) {
-        guard(&self.state).0 = false;
+        locked(&self.state).0 = false;
         self.change.notify_all();
     }
 
     fn pass(&self) {
-        let mut state = guard(&self.state);
+        let mut state = locked(&self.state);
         state.1 += 1;
         self.change.notify_all();
         while state.0 {
@@ -70,7 +70,7 @@ impl Gate {
 
     /// Waits until somebody stands at the gate.
     pub(super) fn wait_for_arrival(&self) {
-        let state = guard(&self.state);
+        let state = locked(&self.state);
         let (state, over) = self.change.wait_timeout_while(state, LIMIT, |state| state.1 == 0).unwrap();
         drop(state);
         assert!(!over.timed_out(), "nobody came to the gate");
@@ -131,7 +131,7 @@ impl Recorder {
     }
 
     pub(super) fn script(&self, what: &'static str, scripts: impl IntoIterator<Item = Script>) {
-        guard(&self.state).scripts.entry(what).or_default().extend(scripts);
+        locked(&self.state).scripts.entry(what).or_default().extend(scripts);
     }
 
     pub(super) fn advance(&self, by: Duration) {
@@ -172,14 +172,14 @@ impl Recorder {
     }
 
     pub(super) fn count(&self, what: &str) -> usize {
-        guard(&self.state).log.iter().filter(|entry| **entry == what).count()
+        locked(&self.state).log.iter().filter(|entry| **entry == what).count()
     }
 }
 
 /// How a call is played.
 impl Recorder {
     fn note(&self, what: &'static str, deadline: Moment) -> Option<Script> {
-        let mut state = guard(&self.state);
+        let mut state = locked(&self.state);
         state.log.push(what);
         state.deadlines.push((what, deadline));
         state.scripts.get_mut(what).and_then(VecDeque::pop_front)
@@ -259,7 +259,7 @@ impl LockBackend for Recorder {
     }
 
     fn watch(&self, key: &str, heard: OnHeard) -> Option<Box<dyn Watch>> {
-        let mut state = guard(&self.state);
+        let mut state = locked(&self.state);
         state.log.push("watch");
         if state.scripts.get_mut("watch").and_then(VecDeque::pop_front).is_some() {
             return None;
@@ -288,7 +288,7 @@ impl LockBackend for Recorder {
             memory.release_by(lock_id, Moment::NEVER)
         });
         if answer.is_ok() {
-            let mut state = guard(&self.state);
+            let mut state = locked(&self.state);
             state.released.push(lock_id.to_owned());
             state.released_on.push(std::thread::current().id());
         }
@@ -313,7 +313,7 @@ impl LockBackend for Recorder {
 
     fn renew(&self, leases: &[Renewal<'_>], deadline: Moment) -> Vec<Result<RenewOutcome>> {
         let script = self.note("renew", deadline);
-        guard(&self.state).batches.push(leases.len());
+        locked(&self.state).batches.push(leases.len());
         self.renew_gate.pass();
         let busy = leases.iter().map(|_| Ok(RenewOutcome::Busy)).collect();
         let answer = self.play(Call::Renew, script, busy, |memory| Ok(memory.renew(leases, Moment::NEVER)));
@@ -321,7 +321,7 @@ impl LockBackend for Recorder {
     }
 
     fn reserve_renewals(&self, _: Moment, _: &CancelToken) -> Result<()> {
-        if *guard(&self.refuse_reserve) {
+        if *locked(&self.refuse_reserve) {
             return Err(LockError::new(ErrorCode::InvalidArgument).with_message("no"));
         }
         self.reserved.fetch_add(1, Ordering::SeqCst);
@@ -345,7 +345,7 @@ impl LockBackend for Recorder {
     }
 
     fn close(&self) {
-        guard(&self.state).log.push("close");
+        locked(&self.state).log.push("close");
         self.memory.close();
     }
 }
@@ -353,8 +353,8 @@ impl LockBackend for Recorder {
 impl Drop for Recorder {
     fn drop(&mut self) {
         assert!(tokio::runtime::Handle::try_current().is_err(), "dropped inside an async runtime");
-        if let Some(slot) = guard(&self.dropped).take() {
-            *guard(&slot) = Some(std::thread::current().name().unwrap_or("unnamed").to_owned());
+        if let Some(slot) = locked(&self.dropped).take() {
+            *locked(&slot) = Some(std::thread::current().name().unwrap_or("unnamed").to_owned());
         }
     }
 }

@@ -1,8 +1,8 @@
-//! What the two background threads share with everybody else: no backend in here, so that the
-//! timer never keeps one alive and never drops one.
+//! The guards of a client and what is to be done for them: shared by its two threads and everybody
+//! else. No backend in here, so that the timer never keeps one alive and never drops one.
 //!
-//! Locks are taken in this order: a lease, then the watch *or* the desk. Neither is held while
-//! foreign code runs or a backend is asked.
+//! Locks are taken in this order: a lease, then the deadlines *or* the worker's queue. Neither is held
+//! while user code runs or a backend is asked.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::fmt;
@@ -18,19 +18,19 @@ use crate::lock::close::CloseReport;
 use crate::lock::lease::Lease;
 use crate::lock::options::OnLost;
 use crate::lock::report::{OnReleaseError, ReleaseErrorContext, ReleaseSource};
-use crate::lock::wake::{LOOK, Wake, guard};
+use crate::lock::signal::{LOOK, Signal, locked};
 use crate::model::fence::Fence;
 use crate::model::hash::hash_key;
 use crate::model::time::Moment;
 
 /// One guard's lease, shared between the guard and the threads that look after it.
-pub(super) struct Held {
+pub(super) struct GuardState {
     pub(super) id: u64,
     pub(super) key: Arc<str>,
     pub(super) lock_id: Box<str>,
     pub(super) fence: Fence,
     /// The end of `min_hold`.
-    pub(super) keep_until: Moment,
+    pub(super) min_hold_end: Moment,
     pub(super) lease: Mutex<Lease>,
     pub(super) lost: CancelToken,
     pub(super) on_lost: Option<OnLost>,
@@ -39,7 +39,7 @@ pub(super) struct Held {
     pub(super) taken_by: Thread,
 }
 
-impl Held {
+impl GuardState {
     /// What a renewal of it asks for.
     pub(super) fn renewal(&self, version: Option<Version>, ttl: Duration) -> Renewal<'_> {
         Renewal { key: &self.key, lock_id: &self.lock_id, fence: self.fence, version, ttl }
@@ -50,17 +50,17 @@ impl Held {
         Acquired {
             lock_id: self.lock_id.to_string(),
             fence: self.fence,
-            expires_at_ms: guard(&self.lease).expires_at_ms(),
+            expires_at_ms: locked(&self.lease).expires_at_ms(),
         }
     }
 }
 
-/// A lease that is to be let go in the background.
-pub(super) struct Deferred {
+/// A lease that the worker is to release.
+pub(super) struct PendingRelease {
     pub(super) context: ReleaseErrorContext,
     pub(super) handler: Option<OnReleaseError>,
     /// The end of `min_hold`: until then the lease is kept.
-    pub(super) keep_until: Moment,
+    pub(super) min_hold_end: Moment,
     /// What was granted, and the newest version that was answered; nothing for a request whose answer
     /// never came.
     pub(super) known: Option<(Fence, Option<Version>)>,
@@ -70,18 +70,18 @@ pub(super) struct Deferred {
     pub(super) over_at: Moment,
     /// Whether the request that takes the lease may still arrive, so that "not held" means nothing.
     pub(super) may_arrive: bool,
-    /// Whether the failure has been told to somebody.
-    pub(super) told: bool,
+    /// Whether somebody has been told of the failure.
+    pub(super) reported: bool,
     pub(super) tries: u32,
     pub(super) last_error: Option<LockError>,
 }
 
-/// Foreign code, for the worker to run when nothing else is to be done.
-pub(super) enum Call {
-    Lost(Arc<Held>, LostReason),
+/// User code, for the worker to run when nothing else is to be done.
+pub(super) enum Callback {
+    Lost(Arc<GuardState>, LostReason),
     ReleaseFailed(Option<OnReleaseError>, LockError, Box<ReleaseErrorContext>),
     /// Values of the caller's that must not be dropped on the timer.
-    Drop(Box<Held>),
+    Drop(Box<GuardState>),
 }
 
 /// A lost lease that the log has not heard of yet.
@@ -152,9 +152,9 @@ impl<T> Schedule<T> {
 
 /// The timer's side: all guards, by the time at which they are lost.
 #[derive(Default)]
-pub(super) struct Watch {
-    pub(super) guards: HashMap<u64, Arc<Held>>,
-    pub(super) deadlines: Schedule<Arc<Held>>,
+pub(super) struct Deadlines {
+    pub(super) guards: HashMap<u64, Arc<GuardState>>,
+    pub(super) by_time: Schedule<Arc<GuardState>>,
     pub(super) next_id: u64,
     pub(super) closed: bool,
     pub(super) ending: bool,
@@ -163,197 +163,197 @@ pub(super) struct Watch {
 
 /// The worker's side: what is to be done, most urgent first.
 #[derive(Default)]
-pub(super) struct Desk {
-    pub(super) renewals: Schedule<Arc<Held>>,
-    pub(super) deferred: Schedule<Deferred>,
+pub(super) struct WorkerQueue {
+    pub(super) renewals: Schedule<Arc<GuardState>>,
+    pub(super) releases: Schedule<PendingRelease>,
     /// What the log has to hear of at once, before anything else is done.
     pub(super) lost_lines: VecDeque<LostLine>,
-    pub(super) calls: VecDeque<Call>,
+    pub(super) callbacks: VecDeque<Callback>,
     pub(super) next_id: u64,
-    /// Deferred releases that are being tried right now.
-    pub(super) in_hand: usize,
+    /// Releases that are being tried right now.
+    pub(super) in_progress: usize,
     /// Threads that are handing leases over in order to close the client.
-    pub(super) closers: usize,
+    pub(super) closing: usize,
     /// No new work comes; since when.
     pub(super) ending: Option<Moment>,
     /// What is left is given up.
     pub(super) abandoned: bool,
-    /// The worker is gone: nothing that is put here is ever looked at.
-    pub(super) gone: bool,
+    /// The worker has ended: nothing that is put here is ever looked at.
+    pub(super) worker_ended: bool,
     pub(super) asleep_until: Option<Moment>,
     /// When what the backend keeps for renewals is given back, if nothing is to be renewed until then.
     pub(super) unreserve_at: Option<Moment>,
-    /// What became of deferred releases.
-    pub(super) tally: CloseReport,
+    /// What became of pending releases.
+    pub(super) totals: CloseReport,
 }
 
 /// See the module.
 #[derive(Default)]
-pub(super) struct Crew {
-    pub(super) watch: Mutex<Watch>,
-    pub(super) watch_wake: Arc<Wake>,
-    pub(super) desk: Mutex<Desk>,
-    pub(super) desk_wake: Arc<Wake>,
-    /// Rings when deferred work was done or a thread has ended.
+pub(super) struct Registry {
+    pub(super) deadlines: Mutex<Deadlines>,
+    pub(super) timer_signal: Arc<Signal>,
+    pub(super) worker_queue: Mutex<WorkerQueue>,
+    pub(super) worker_signal: Arc<Signal>,
+    /// Notified when a pending release was tried or a thread has ended.
     pub(super) progress: Condvar,
-    /// How many of the two threads are running; the condition's other half is `desk`.
+    /// How many of the two threads are running; the condition's other half is `worker_queue`.
     pub(super) running: Mutex<usize>,
     pub(super) ended: Condvar,
     /// The backend keeps something for renewals that may be given back.
     pub(super) may_unreserve: AtomicBool,
 }
 
-impl Crew {
+impl Registry {
     /// A number for a new guard.
     pub(super) fn next_guard(&self) -> u64 {
-        let mut watch = guard(&self.watch);
-        watch.next_id += 1;
-        watch.next_id
+        let mut deadlines = locked(&self.deadlines);
+        deadlines.next_id += 1;
+        deadlines.next_id
     }
 
     /// The fence under which this client holds a key itself, and the thread that took it.
     pub(super) fn held_here(&self, key: &str, now: Moment) -> Option<(Fence, Thread)> {
-        // Copied, since a lease is locked before the watch. A lost guard that is still there holds nothing.
+        // Copied, since a lease is locked before the deadlines. A lost guard that is still there holds nothing.
         let found: Vec<_> =
-            guard(&self.watch).guards.values().filter(|held| *held.key == *key).cloned().collect();
-        let held = found.iter().find(|held| guard(&held.lease).is_held(now))?;
-        Some((held.fence, held.taken_by.clone()))
+            locked(&self.deadlines).guards.values().filter(|state| *state.key == *key).cloned().collect();
+        let state = found.iter().find(|state| locked(&state.lease).is_held(now))?;
+        Some((state.fence, state.taken_by.clone()))
     }
 
-    /// Takes a guard into the crew's care. `false` if the client was closed.
-    pub(super) fn enlist(&self, held: &Arc<Held>) -> bool {
-        let lease = guard(&held.lease);
+    /// Takes a guard into the registry. `false` if the client was closed.
+    pub(super) fn register(&self, state: &Arc<GuardState>) -> bool {
+        let lease = locked(&state.lease);
         {
-            let mut watch = guard(&self.watch);
-            if watch.closed {
+            let mut deadlines = locked(&self.deadlines);
+            if deadlines.closed {
                 return false;
             }
-            watch.guards.insert(held.id, Arc::clone(held));
+            deadlines.guards.insert(state.id, Arc::clone(state));
         }
-        self.arm(held, &lease);
+        self.schedule(state, &lease);
         true
     }
 
     /// Puts the lease's next deadline and renewal where the threads find them. `lease` is the
-    /// locked lease of `held`, so that a guard that ends meanwhile is not put back.
-    pub(super) fn arm(&self, held: &Arc<Held>, lease: &Lease) {
+    /// locked lease of `state`, so that a guard that ends meanwhile is not put back.
+    pub(super) fn schedule(&self, state: &Arc<GuardState>, lease: &Lease) {
         if lease.is_ended() || lease.lost().is_some() {
             return;
         }
         let end = lease.end();
-        let call = {
-            let mut watch = guard(&self.watch);
-            let old = watch.deadlines.put(held.id, end, Arc::clone(held));
-            debug_assert!(old.is_none_or(|old| Arc::ptr_eq(&old, held)));
-            watch.asleep_until.is_some_and(|until| end < until)
+        let notify = {
+            let mut deadlines = locked(&self.deadlines);
+            let old = deadlines.by_time.put(state.id, end, Arc::clone(state));
+            debug_assert!(old.is_none_or(|old| Arc::ptr_eq(&old, state)));
+            deadlines.asleep_until.is_some_and(|until| end < until)
         };
-        if call {
-            self.watch_wake.call(LOOK);
+        if notify {
+            self.timer_signal.notify(LOOK);
         }
-        self.arm_renewal(held, lease);
+        self.schedule_renewal(state, lease);
     }
 
-    /// The renewal's half of [`Crew::arm`].
-    pub(super) fn arm_renewal(&self, held: &Arc<Held>, lease: &Lease) {
+    /// The renewal's half of [`schedule`](Self::schedule).
+    pub(super) fn schedule_renewal(&self, state: &Arc<GuardState>, lease: &Lease) {
         let next = lease.next_renewal();
         if next.is_never() {
             return;
         }
-        let call = {
-            let mut desk = guard(&self.desk);
-            desk.renewals.put(held.id, next, Arc::clone(held));
-            desk.asleep_until.is_some_and(|until| next < until)
+        let notify = {
+            let mut queue = locked(&self.worker_queue);
+            queue.renewals.put(state.id, next, Arc::clone(state));
+            queue.asleep_until.is_some_and(|until| next < until)
         };
-        if call {
-            self.desk_wake.call(LOOK);
+        if notify {
+            self.worker_signal.notify(LOOK);
         }
     }
 
-    /// Takes a guard that has ended out of the crew's care.
-    pub(super) fn dismiss(&self, held: &Held) {
+    /// Takes a guard that has ended out of the registry.
+    pub(super) fn unregister(&self, state: &GuardState) {
         let gone = {
-            let mut watch = guard(&self.watch);
-            (watch.guards.remove(&held.id), watch.deadlines.remove(held.id))
+            let mut deadlines = locked(&self.deadlines);
+            (deadlines.guards.remove(&state.id), deadlines.by_time.remove(state.id))
         };
-        let (renewal, call) = {
-            let mut desk = guard(&self.desk);
-            let renewal = desk.renewals.remove(held.id);
+        let (renewal, notify) = {
+            let mut queue = locked(&self.worker_queue);
+            let renewal = queue.renewals.remove(state.id);
             // The worker sleeps until the next renewal, and has to see that there is none.
-            let last = renewal.is_some() && desk.renewals.is_empty() && desk.unreserve_at.is_none();
+            let last = renewal.is_some() && queue.renewals.is_empty() && queue.unreserve_at.is_none();
             (renewal, last && self.may_unreserve.load(Ordering::Relaxed))
         };
-        if call {
-            self.desk_wake.call(LOOK);
+        if notify {
+            self.worker_signal.notify(LOOK);
         }
         drop((gone, renewal));
     }
 
     /// Tells a holder that its lease is lost. The lease is marked as lost, and not locked.
-    pub(super) fn tell_lost(&self, held: &Arc<Held>, reason: LostReason) {
-        let deadline = guard(&self.watch).deadlines.remove(held.id);
-        let renewal = guard(&self.desk).renewals.remove(held.id);
-        held.lost.cancel();
-        self.call(Call::Lost(Arc::clone(held), reason));
+    pub(super) fn notify_lost(&self, state: &Arc<GuardState>, reason: LostReason) {
+        let deadline = locked(&self.deadlines).by_time.remove(state.id);
+        let renewal = locked(&self.worker_queue).renewals.remove(state.id);
+        state.lost.cancel();
+        self.queue_callback(Callback::Lost(Arc::clone(state), reason));
         drop((deadline, renewal));
     }
 
-    /// Leaves foreign code to the worker.
-    pub(super) fn call(&self, call: Call) {
+    /// Leaves user code to the worker.
+    pub(super) fn queue_callback(&self, callback: Callback) {
         {
-            let mut desk = guard(&self.desk);
-            if desk.gone {
-                // Dropped below, after the lock: it is foreign code.
-                drop(desk);
+            let mut queue = locked(&self.worker_queue);
+            if queue.worker_ended {
+                // Dropped below, after the lock: it is user code.
+                drop(queue);
                 return;
             }
             // Whoever closes a client knows that its guards end.
-            if let Call::Lost(held, reason) = &call
+            if let Callback::Lost(state, reason) = &callback
                 && *reason != LostReason::Closed
             {
-                desk.lost_lines.push_back(LostLine {
-                    key: Arc::clone(&held.key),
-                    fence: held.fence,
+                queue.lost_lines.push_back(LostLine {
+                    key: Arc::clone(&state.key),
+                    fence: state.fence,
                     reason: *reason,
                 });
             }
-            desk.calls.push_back(call);
+            queue.callbacks.push_back(callback);
         }
-        self.desk_wake.call(LOOK);
+        self.worker_signal.notify(LOOK);
     }
 
     /// Leaves a release to the worker, to be looked at no sooner than `at`. Given back if the
     /// worker is gone.
-    pub(super) fn defer(&self, at: Moment, deferred: Deferred) -> Result<(), Box<Deferred>> {
+    pub(super) fn defer(&self, at: Moment, pending: PendingRelease) -> Result<(), Box<PendingRelease>> {
         {
-            let mut desk = guard(&self.desk);
-            if desk.gone {
-                return Err(Box::new(deferred));
+            let mut queue = locked(&self.worker_queue);
+            if queue.worker_ended {
+                return Err(Box::new(pending));
             }
-            let id = desk.next_id;
-            desk.next_id += 1;
-            desk.deferred.put(id, at, deferred);
+            let id = queue.next_id;
+            queue.next_id += 1;
+            queue.releases.put(id, at, pending);
         }
-        self.desk_wake.call(LOOK);
+        self.worker_signal.notify(LOOK);
         Ok(())
     }
 }
 
-impl Deferred {
+impl PendingRelease {
     /// The release of a guard's lease.
-    pub(super) fn of(held: &Held, source: ReleaseSource, over_at: Moment, lease_end: Moment) -> Self {
+    pub(super) fn of(state: &GuardState, source: ReleaseSource, over_at: Moment, lease_end: Moment) -> Self {
         Self {
             context: ReleaseErrorContext {
-                key: held.key.to_string(),
-                lock_id: held.lock_id.to_string(),
+                key: state.key.to_string(),
+                lock_id: state.lock_id.to_string(),
                 source,
             },
-            handler: held.on_release_error.clone(),
-            keep_until: held.keep_until,
-            known: Some((held.fence, guard(&held.lease).version())),
+            handler: state.on_release_error.clone(),
+            min_hold_end: state.min_hold_end,
+            known: Some((state.fence, locked(&state.lease).version())),
             lease_end,
             over_at,
             may_arrive: false,
-            told: false,
+            reported: false,
             tries: 0,
             last_error: None,
         }
