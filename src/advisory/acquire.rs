@@ -6,22 +6,22 @@
 //! its own waiters. Nor does a try leave an error in the server's log, as an ended wait would.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::advisory::crew::{Held, SERVER_GRACE};
 use crate::advisory::guard::AdvisoryGuard;
-use crate::advisory::hold::{Hold, Taken};
+use crate::advisory::held_lock::{HeldLock, Taken};
 use crate::advisory::key::AdvisoryKey;
-use crate::advisory::options::Terms;
-use crate::advisory::session::let_go;
-use crate::advisory::{Inner, probe, sql};
+use crate::advisory::options::CheckedOptions;
+use crate::advisory::registry::{ClientLock, Registry, SERVER_GRACE};
+use crate::advisory::unlock::unlock;
+use crate::advisory::{self_test, sql};
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::model::time::deadline_after;
-use crate::postgres::{MAX_REPLACEMENTS, Session, Trouble};
+use crate::postgres::{MAX_REPLACEMENTS, PostgresBackend, Session, Trouble};
 
-/// The pause before the second try, and the longest one: a lock that is let go by another process is
+/// The pause before the second try, and the longest one: a lock that another process releases is
 /// taken within that time.
 const FIRST_PAUSE: Duration = Duration::from_millis(5);
 const LONGEST_PAUSE: Duration = Duration::from_millis(50);
@@ -32,72 +32,195 @@ const CHECK_LIMIT: Duration = Duration::from_millis(100);
 /// The longest sleep of a waiter that is not the first; it is called when it becomes that.
 const LONGEST_SLEEP: Duration = Duration::from_secs(60);
 
-/// One try. It does not queue behind this process's waiters.
-pub(super) fn try_lock(
-    inner: &Inner,
-    key: AdvisoryKey,
-    terms: Terms,
-    cancel: &CancelToken,
-) -> Result<Option<AdvisoryGuard>> {
-    cancel.check()?;
-    let _visit = inner.crew.enter()?;
-    attempt(inner, key, terms, inner.postgres.end(), cancel)
+/// What takes the session locks of one client.
+pub(super) struct Acquirer {
+    pub(super) postgres: Arc<PostgresBackend>,
+    pub(super) registry: Arc<Registry>,
+    self_test_passed: AtomicBool,
+    dispose_timeout: Duration,
 }
 
-/// Tries until the lock is granted or the time is over.
-pub(super) fn lock(
-    inner: &Inner,
-    key: AdvisoryKey,
-    terms: Terms,
-    cancel: &CancelToken,
-) -> Result<AdvisoryGuard> {
-    let start = Instant::now();
-    let end = terms.timeout.map(deadline_after);
-    let is_over = || end.is_some_and(|end| Instant::now() >= end);
-    cancel.check()?;
-    let _visit = inner.crew.enter()?;
-    let ticket = inner.crew.queue.join(key);
-    let bell = Arc::clone(&ticket.bell);
-    let _call = cancel.subscribe(move || bell.ring());
-    let mut pause = FIRST_PAUSE;
-    let mut refused = false;
-    loop {
+impl Acquirer {
+    pub(super) fn new(
+        postgres: Arc<PostgresBackend>,
+        registry: Arc<Registry>,
+        dispose_timeout: Duration,
+    ) -> Self {
+        Self { postgres, registry, self_test_passed: AtomicBool::new(false), dispose_timeout }
+    }
+
+    /// One try. It does not queue behind this process's waiters.
+    pub(super) fn try_lock(
+        &self,
+        key: AdvisoryKey,
+        options: CheckedOptions,
+        cancel: &CancelToken,
+    ) -> Result<Option<AdvisoryGuard>> {
         cancel.check()?;
-        inner.crew.check_open()?;
-        let first = ticket.is_first();
-        if first {
-            let limit = end.map_or(inner.postgres.end(), |end| end.min(inner.postgres.end()));
-            match attempt(inner, key, terms, limit, cancel) {
-                Ok(Some(guard)) => return Ok(guard),
-                Ok(None) => refused = true,
-                Err(error) if error.code() == ErrorCode::NetworkTimeout && is_over() => {
-                    return Err(timed_out(start, refused).with_source(error));
+        let _call = self.registry.begin_call()?;
+        self.attempt(key, options, self.postgres.end(), cancel)
+    }
+
+    /// Tries until the lock is granted or the time is over.
+    pub(super) fn lock(
+        &self,
+        key: AdvisoryKey,
+        options: CheckedOptions,
+        cancel: &CancelToken,
+    ) -> Result<AdvisoryGuard> {
+        let start = Instant::now();
+        let end = options.timeout.map(deadline_after);
+        let is_over = || end.is_some_and(|end| Instant::now() >= end);
+        cancel.check()?;
+        let _call = self.registry.begin_call()?;
+        let ticket = self.registry.queue.join(key);
+        let wake_up = Arc::clone(&ticket.wake_up);
+        let _subscription = cancel.subscribe(move || wake_up.call());
+        let mut pause = FIRST_PAUSE;
+        let mut refused = false;
+        loop {
+            cancel.check()?;
+            self.registry.check_open()?;
+            let first = ticket.is_first();
+            if first {
+                let limit = end.map_or(self.postgres.end(), |end| end.min(self.postgres.end()));
+                match self.attempt(key, options, limit, cancel) {
+                    Ok(Some(guard)) => return Ok(guard),
+                    Ok(None) => refused = true,
+                    Err(error) if error.code() == ErrorCode::NetworkTimeout && is_over() => {
+                        return Err(timed_out(start, refused).with_source(error));
+                    }
+                    Err(_) if cancel.is_cancelled() => return Err(LockError::aborted()),
+                    Err(error) => return Err(error),
                 }
-                Err(_) if cancel.is_cancelled() => return Err(LockError::aborted()),
-                Err(error) => return Err(error),
+            }
+            let left = end.map_or(LONGEST_SLEEP, |end| end.saturating_duration_since(Instant::now()));
+            if left.is_zero() {
+                return Err(timed_out(start, refused));
+            }
+            ticket.wake_up.sleep(left.min(if first { jittered(pause) } else { LONGEST_SLEEP }));
+            if first {
+                pause = (pause * 2).min(LONGEST_PAUSE);
             }
         }
-        let left = end.map_or(LONGEST_SLEEP, |end| end.saturating_duration_since(Instant::now()));
-        if left.is_zero() {
-            return Err(timed_out(start, refused));
+    }
+
+    fn attempt(
+        &self,
+        key: AdvisoryKey,
+        options: CheckedOptions,
+        end: Instant,
+        cancel: &CancelToken,
+    ) -> Result<Option<AdvisoryGuard>> {
+        let mut replaced = 0;
+        let lock = loop {
+            cancel.check()?;
+            let connection = self.postgres.source().get(end, cancel)?;
+            let fresh = connection.is_fresh();
+            let session = Session::new(connection, end, cancel);
+            replaced += 1;
+            let tried = self.try_on(session, key, options, end);
+            self.postgres.purge_after(&tried, fresh);
+            match tried {
+                Ok(None) => return Ok(None),
+                Ok(Some(lock)) => break Arc::new(lock),
+                // Its session has ended, and a lock that it may have got has ended with it.
+                Err(Trouble::Broken { stale: true, .. })
+                    if !fresh && replaced < MAX_REPLACEMENTS && Instant::now() < end => {}
+                Err(trouble) => return Err(trouble.into_error()),
+            }
+        };
+        let unlock_limit = self.postgres.end().saturating_duration_since(Instant::now());
+        if let Err(error) = self.registry.add(&lock) {
+            lock.release();
+            if let Taken::Connection(connection) = lock.take(Duration::ZERO) {
+                // Granted, and nobody to look after it. Closed if that fails, so it is gone either way.
+                let _ = unlock(&self.registry, &lock, connection, unlock_limit);
+            }
+            return Err(error);
         }
-        ticket.bell.sleep(left.min(if first { jittered(pause) } else { LONGEST_SLEEP }));
-        if first {
-            pause = (pause * 2).min(LONGEST_PAUSE);
+        let guard =
+            AdvisoryGuard::new(lock, Arc::clone(&self.registry), self.registry.limit, self.dispose_timeout);
+        if !guard.is_held() {
+            // The answer was under way for as long as the lock may be held, or this process did not run.
+            return Err(LockError::new(ErrorCode::NetworkTimeout).with_message(
+                "the lock was granted, but its max_hold was over before the answer came, so it was released: raise max_hold",
+            ));
+        }
+        Ok(Some(guard))
+    }
+
+    /// One try on one connection, which goes back to the pool, or to the held lock, or is closed.
+    fn try_on(
+        &self,
+        mut session: Session<'_>,
+        key: AdvisoryKey,
+        options: CheckedOptions,
+        end: Instant,
+    ) -> Result<Option<ClientLock>, Trouble> {
+        if !self.self_test_passed.load(Ordering::Acquire) {
+            self_test::run(&self.postgres, &self.registry.statements, &mut session, end)?;
+            self.self_test_passed.store(true, Ordering::Release);
+        }
+        if !session.is_own() && sql::is_held_here(&mut session, &key)? {
+            // Another part of the program has used this session, and a session may take its own lock twice.
+            log::warn!(
+                "a connection of the caller's pool came with the session lock {key} on it: unlock before you give it back"
+            );
+            session.finish();
+            return Ok(None);
+        }
+        if Instant::now() >= end {
+            // Nothing was sent, so nothing needs to be checked.
+            session.finish();
+            return Err(out_of_time().into());
+        }
+        // Counted from before the request, so that our deadline comes before the server's.
+        let sent = self.registry.clock.now();
+        let timer = (!options.keep_past_deadline).then(|| options.max_hold.saturating_add(SERVER_GRACE));
+        let answer = match sql::try_lock(&mut session, &self.registry.statements, &key, options.shared, timer)
+        {
+            Ok(answer) => answer,
+            Err(Trouble::Refused(error)) => {
+                finish_checked(session, &key);
+                return Err(Trouble::Refused(error));
+            }
+            Err(trouble) => return Err(trouble),
+        };
+        match answer.granted {
+            None => Err(session.read_only(self_test::standby())),
+            Some(false) => {
+                session.finish();
+                Ok(None)
+            }
+            Some(true) => {
+                let Some(connection) = session.into_connection() else {
+                    return Err(out_of_time().into());
+                };
+                let deadline = (sent.after(options.max_hold), options.keep_past_deadline);
+                let id = self.registry.next_id();
+                Ok(Some(HeldLock::new(id, key, options.shared, answer.pid, deadline, connection, sent)))
+            }
         }
     }
 }
 
-/// `refused`: whether the server said that somebody has the lock, which nobody else can say.
+impl Drop for Acquirer {
+    fn drop(&mut self) {
+        self.registry.client_dropped();
+    }
+}
+
+/// `refused`: whether the server said that another session holds the lock; only the server can.
 fn timed_out(start: Instant, refused: bool) -> LockError {
     let waited = start.elapsed().as_secs_f64();
     LockError::new(ErrorCode::AcquisitionTimeout).with_message(if refused {
         format!(
-            "the session lock was held by somebody else for {waited:.1} s: raise timeout, or see advisory_holders()"
+            "the session lock was held by another session for {waited:.1} s: raise timeout, or see advisory_holders()"
         )
     } else {
         format!(
-            "the session lock was not granted within {waited:.1} s: raise timeout; threads of this client that want it were before us, or the cause says what did not answer"
+            "the session lock was not granted within {waited:.1} s: raise timeout; other threads of this client were before it in the queue, or the cause says what did not answer"
         )
     })
 }
@@ -106,106 +229,9 @@ fn timed_out(start: Instant, refused: bool) -> LockError {
 fn jittered(pause: Duration) -> Duration {
     let half = pause / 2;
     let mut random = [0_u8];
-    // Without a random source they march in step.
+    // Without a random source they do.
     let _ = getrandom::fill(&mut random);
     half + half * u32::from(random[0]) / 255
-}
-
-fn attempt(
-    inner: &Inner,
-    key: AdvisoryKey,
-    terms: Terms,
-    end: Instant,
-    cancel: &CancelToken,
-) -> Result<Option<AdvisoryGuard>> {
-    let mut replaced = 0;
-    let hold = loop {
-        cancel.check()?;
-        let connection = inner.postgres.source().get(end, cancel)?;
-        let fresh = connection.is_fresh();
-        let session = Session::new(connection, end, cancel);
-        replaced += 1;
-        let tried = try_on(inner, session, key, terms, end);
-        inner.postgres.purge_after(&tried, fresh);
-        match tried {
-            Ok(None) => return Ok(None),
-            Ok(Some(hold)) => break Arc::new(hold),
-            // Its session has ended, and a lock that it may have got has ended with it.
-            Err(Trouble::Broken { stale: true, .. })
-                if !fresh && replaced < MAX_REPLACEMENTS && Instant::now() < end => {}
-            Err(trouble) => return Err(trouble.into_error()),
-        }
-    };
-    let released_within = inner.postgres.end().saturating_duration_since(Instant::now());
-    if let Err(error) = inner.crew.enlist(&hold) {
-        hold.release();
-        if let Taken::Connection(connection) = hold.take(Duration::ZERO) {
-            // Granted, and nobody to look after it. Closed if that fails, so it is gone either way.
-            let _ = let_go(&inner.crew, &hold, connection, released_within);
-        }
-        return Err(error);
-    }
-    let guard = AdvisoryGuard::new(hold, Arc::clone(&inner.crew), inner.crew.limit, inner.dispose_timeout);
-    if !guard.is_held() {
-        // The answer was under way for as long as the lock may be held, or this process did not run.
-        return Err(LockError::new(ErrorCode::NetworkTimeout).with_message(
-            "the lock was granted, but its max_hold was over before the answer came; it is let go: raise max_hold",
-        ));
-    }
-    Ok(Some(guard))
-}
-
-/// One try on one connection, which goes back, or into the hold, or is closed.
-fn try_on(
-    inner: &Inner,
-    mut session: Session<'_>,
-    key: AdvisoryKey,
-    terms: Terms,
-    end: Instant,
-) -> Result<Option<Held>, Trouble> {
-    if !inner.proven.load(Ordering::Acquire) {
-        probe::prove(&inner.postgres, &inner.crew.statements, &mut session, end)?;
-        inner.proven.store(true, Ordering::Release);
-    }
-    if !session.is_own() && sql::is_held_here(&mut session, &key)? {
-        // Somebody else has used this session, and a session takes a lock that it has once more.
-        log::warn!(
-            "a connection of the caller's pool came with the session lock {key} on it: unlock before you give it back"
-        );
-        session.finish();
-        return Ok(None);
-    }
-    if Instant::now() >= end {
-        // Nothing was sent, so nothing needs to be checked.
-        session.finish();
-        return Err(out_of_time().into());
-    }
-    // Counted from before the request, so that our deadline comes before the server's.
-    let sent = inner.crew.clock.now();
-    let timer = (!terms.keep).then(|| terms.max_hold.saturating_add(SERVER_GRACE));
-    let grant = match sql::try_lock(&mut session, &inner.crew.statements, &key, terms.shared, timer) {
-        Ok(grant) => grant,
-        Err(Trouble::Refused(error)) => {
-            finish_checked(session, &key);
-            return Err(Trouble::Refused(error));
-        }
-        Err(trouble) => return Err(trouble),
-    };
-    match grant.granted {
-        None => Err(session.read_only(probe::standby())),
-        Some(false) => {
-            session.finish();
-            Ok(None)
-        }
-        Some(true) => {
-            let Some(connection) = session.into_connection() else {
-                return Err(out_of_time().into());
-            };
-            let deadline = (sent.after(terms.max_hold), terms.keep);
-            let id = inner.crew.next_id();
-            Ok(Some(Hold::new(id, key, terms.shared, grant.pid, deadline, connection, sent)))
-        }
-    }
 }
 
 /// After an error: gives the connection back only if it did not get the lock after all. A statement

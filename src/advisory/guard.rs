@@ -4,54 +4,53 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::advisory::AdvisoryLost;
-use crate::advisory::crew::{Crew, Held};
-use crate::advisory::hold::Taken;
+use crate::advisory::held_lock::{AdvisoryLost, Taken};
 use crate::advisory::key::AdvisoryKey;
-use crate::advisory::session::let_go;
+use crate::advisory::registry::{ClientLock, Registry};
+use crate::advisory::unlock::unlock;
 use crate::backend::ReleaseResult;
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::threads::{not_here, quietly};
 
-/// A held session lock, with the connection that it lives on. Let go when it is dropped, and at the
+/// A held session lock, with the connection that it lives on. Released when it is dropped, and at the
 /// latest when its `max_hold` is over (unless its options keep it).
 ///
-/// Long work should look at [`is_held`](Self::is_held) or watch [`lost`](Self::lost): when the
-/// connection ends, the server gives the lock to the next, and no one can stop work that goes on.
-/// There is no fence here; where late writes must be impossible, take a lease and a fenced transaction.
+/// Long work should look at [`is_held`](Self::is_held) or wait for [`lost`](Self::lost): when the
+/// connection ends, the server grants the lock to another session, and nothing can stop work that goes on.
+/// There is no fencing token here; where late writes must be impossible, take a lease and a fenced transaction.
 ///
 /// Dropping it unlocks on this thread, for at most the client's `dispose_timeout`. Inside an async
 /// runtime, where thread-locals are gone and while unwinding from a panic a thread of the client takes over. `Drop` never panics;
 /// what goes wrong is logged, and the connection is closed, which frees the lock as well.
-#[must_use = "the lock is let go at once if the guard is not bound to a variable: use `let _guard = …`, not `let _ = …`"]
+#[must_use = "the lock is released at once if the guard is not bound to a variable: use `let _guard = …`, not `let _ = …`"]
 pub struct AdvisoryGuard {
-    hold: Arc<Held>,
-    crew: Arc<Crew>,
+    lock: Arc<ClientLock>,
+    registry: Arc<Registry>,
     release_limit: Duration,
     drop_limit: Duration,
 }
 
 impl AdvisoryGuard {
     pub(super) fn new(
-        hold: Arc<Held>,
-        crew: Arc<Crew>,
+        lock: Arc<ClientLock>,
+        registry: Arc<Registry>,
         release_limit: Duration,
         drop_limit: Duration,
     ) -> Self {
-        Self { hold, crew, release_limit, drop_limit }
+        Self { lock, registry, release_limit, drop_limit }
     }
 
     /// The locked key.
     #[must_use]
     pub fn key(&self) -> AdvisoryKey {
-        self.hold.key
+        self.lock.key
     }
 
     /// The server process that holds the lock, as `pg_locks` and `pg_stat_activity` show it.
     #[must_use]
     pub fn pid(&self) -> i32 {
-        self.hold.pid
+        self.lock.pid
     }
 
     /// Whether the lock can still be trusted: its time is not over, and no loss was noticed so far.
@@ -61,11 +60,11 @@ impl AdvisoryGuard {
     /// within 10 s.
     #[must_use]
     pub fn is_held(&self) -> bool {
-        if self.hold.is_foreign() {
+        if self.lock.is_of_parent() {
             return false;
         }
-        self.crew.tick(&self.hold);
-        self.hold.is_held()
+        self.registry.check_deadline(&self.lock);
+        self.lock.is_held()
     }
 
     /// Fires when the lock can no longer be trusted: its time is over, its session has ended, or the
@@ -73,25 +72,25 @@ impl AdvisoryGuard {
     /// when the guard is released.
     #[must_use]
     pub fn lost(&self) -> &CancelToken {
-        &self.hold.lost
+        &self.lock.lost
     }
 
     /// Fires when `max_hold` is over, also where the options keep the lock: a request to finish.
     #[must_use]
     pub fn overdue(&self) -> &CancelToken {
-        &self.hold.overdue
+        &self.lock.overdue
     }
 
     /// Why the lock is lost; `None` while it is not.
     #[must_use]
     pub fn lost_reason(&self) -> Option<AdvisoryLost> {
-        if !self.hold.is_foreign() {
-            self.crew.tick(&self.hold);
+        if !self.lock.is_of_parent() {
+            self.registry.check_deadline(&self.lock);
         }
-        self.hold.lost_reason()
+        self.lock.lost_reason()
     }
 
-    /// Lets the lock go, and says whether it was still held.
+    /// Releases the lock, and says whether it was still held.
     ///
     /// # Errors
     ///
@@ -104,51 +103,51 @@ impl AdvisoryGuard {
     ///
     /// # Cancellation
     ///
-    /// None: a cancelled holder must still let go.
+    /// None: a cancelled holder must still release.
     pub fn release(self) -> Result<ReleaseResult> {
-        if self.hold.is_foreign() {
+        if self.lock.is_of_parent() {
             return Err(LockError::invalid(
-                "this lock was taken before a fork: it belongs to the parent, which must let it go",
+                "this lock was taken before a fork: it belongs to the parent process, which must release it",
             ));
         }
-        self.crew.tick(&self.hold);
-        if !self.hold.release() {
+        self.registry.check_deadline(&self.lock);
+        if !self.lock.release() {
             return Ok(ReleaseResult::NotHeld);
         }
-        self.crew.dismiss(&self.hold);
-        self.let_go(self.release_limit)
+        self.registry.remove(&self.lock);
+        self.unlock(self.release_limit)
     }
 
-    /// Lets an ended lock go on this thread.
-    fn let_go(&self, limit: Duration) -> Result<ReleaseResult> {
+    /// Unlocks an ended lock on this thread.
+    fn unlock(&self, limit: Duration) -> Result<ReleaseResult> {
         let start = Instant::now();
-        match self.hold.take(limit) {
+        match self.lock.take(limit) {
             Taken::Connection(connection) => {
                 let rest = limit.saturating_sub(start.elapsed());
-                let_go(&self.crew, &self.hold, connection, rest)
+                unlock(&self.registry, &self.lock, connection, rest)
             }
             Taken::Gone => Ok(ReleaseResult::NotHeld),
             Taken::Late => Err(LockError::new(ErrorCode::NetworkTimeout).with_message(
-                "the session lock's connection is busy with a server that does not answer; it is let go in the background",
+                "the session lock's connection is busy with a server that does not answer; it is released in the background",
             )),
         }
     }
 
     fn dispose(&self) {
-        if self.hold.is_foreign() {
-            // The parent's socket is neither used nor closed here: the hold is kept for good, with it. Nor
+        if self.lock.is_of_parent() {
+            // The parent's socket is neither used nor closed here: the lock is kept forever, with it. Nor
             // is a mutex touched, which a thread of the parent may have had at the fork.
-            std::mem::forget(Arc::clone(&self.hold));
+            std::mem::forget(Arc::clone(&self.lock));
             return;
         }
-        if !self.hold.release() {
+        if !self.lock.release() {
             return;
         }
-        self.crew.dismiss(&self.hold);
+        self.registry.remove(&self.lock);
         if not_here() || std::thread::panicking() {
-            self.crew.submit(&self.hold);
-        } else if let Err(error) = self.let_go(self.drop_limit) {
-            log::warn!("the session lock {} ends with its connection: {}", self.hold.key, error.chain());
+            self.registry.unlock_later(&self.lock);
+        } else if let Err(error) = self.unlock(self.drop_limit) {
+            log::warn!("the session lock {} ends with its connection: {}", self.lock.key, error.chain());
         }
     }
 }
@@ -162,9 +161,9 @@ impl Drop for AdvisoryGuard {
 impl fmt::Debug for AdvisoryGuard {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("AdvisoryGuard")
-            .field("key", &self.hold.key)
-            .field("pid", &self.hold.pid)
-            .field("held", &self.hold.is_held())
+            .field("key", &self.lock.key)
+            .field("pid", &self.lock.pid)
+            .field("held", &self.lock.is_held())
             .finish_non_exhaustive()
     }
 }

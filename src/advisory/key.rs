@@ -62,8 +62,8 @@ impl AdvisoryKey {
     ///
     /// Numbers from -2³¹ to 2³¹ - 1 are also what acquires of leases queue on, for as long as one
     /// statement takes (`hashtext` of the lease's key). A session lock on such a number, held while
-    /// somebody wants the lease that has it, makes that acquire wait, and fail in its time with an
-    /// error that names this session. Stay outside of that range if you choose the number.
+    /// another client acquires the lease that has it, makes that acquire wait, and fail at the end of
+    /// its time with an error that names this session. Stay outside of that range if you choose the number.
     #[must_use]
     pub const fn from_i64(number: i64) -> Self {
         Self(Form::One(number))
@@ -74,7 +74,7 @@ impl AdvisoryKey {
     /// Choose the first number freely, but for two that this library uses itself: 1936160619, under which
     /// clients that wait for a lease note that they listen, and 1398363715, under which tables are created.
     /// A lock of yours there excludes none of your leases, but you may find the pair taken; a listener may
-    /// not be called, so that it waits a little longer, or be called for nothing; and nobody creates tables
+    /// not be called, so that it waits a little longer, or be called for nothing; and no tables can be created
     /// while you hold the pair that is for that.
     #[must_use]
     pub const fn from_pair(first: i32, second: i32) -> Self {

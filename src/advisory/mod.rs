@@ -1,19 +1,23 @@
 //! Session locks: PostgreSQL's advisory locks that live as long as a connection.
 //!
-//! No table, no ttl, no fence, no lock id: a separate kind of lock, outside the backend port. The
-//! lock is gone when its session is, and only then, or when it is let go.
+//! No table, no ttl, no fencing token, no lock id: a separate kind of lock, outside the backend port.
+//! The lock is gone when it is unlocked or when its session ends, and only then.
+//!
+//! A file uses only those above it in this table.
 //!
 //! | file | what it holds |
 //! | --- | --- |
 //! | `key`, `options` | what a lock is on; what a caller may choose |
 //! | `sql` | the statements |
-//! | `probe` | the self-test at a client's first lock |
-//! | `acquire`, `queue` | one try, the loop that waits, this process's turns |
-//! | `hold` | one held lock: who has its connection, how it ends |
-//! | `crew` | what the two threads that look after all of them share with the guards |
-//! | `monitor`, `session` | the two threads |
-//! | `guard` | what the holder has |
 //! | `observe` | holders, waiters, ending a session |
+//! | `self_test` | the self-test at a client's first lock |
+//! | `queue` | the waiters of this process |
+//! | `held_lock` | one lock from its grant to its end: where its connection is |
+//! | `registry` | all locks of a client: what guards and threads share |
+//! | `unlock` | the unlock on the session that holds the lock |
+//! | `monitor`, `session_thread` | the two threads |
+//! | `guard` | what the holder has |
+//! | `acquire` | one try, and the loop that waits |
 //!
 //! # Invariants
 //!
@@ -31,11 +35,11 @@
 //!
 //! *One end.*
 //!
-//! 4. A hold ends exactly once: released, or lost for one reason. Whoever changes its state first
+//! 4. A lock ends exactly once: released, or lost for one reason. Whoever changes its state first
 //!    (holder, monitor, session thread, close) does what follows; the others do nothing.
-//! 5. The connection has one place: with the hold, lent to the session thread, or gone. Whoever ends
-//!    the lock takes it; if it is lent, they wait for it within their own time, and who gives up
-//!    waiting leaves it to the session thread.
+//! 5. The connection is in one place: in the held lock, borrowed by the session thread, or gone.
+//!    Whoever ends the lock takes it; if it is borrowed, they wait for it within their own time, and
+//!    whoever gives up waiting leaves it to the session thread.
 //! 6. No mutex is held while the server is asked, a connection is closed or a token fired.
 //!
 //! *The deadline, on both sides.*
@@ -53,20 +57,20 @@
 //!    live holder keeps its lock until its deadline however often it is asked, because the timer never
 //!    ends before that; a stopped process asks nothing and loses the lock a second after the deadline,
 //!    whenever it was stopped. When it wakes, its clock says that it holds nothing (7).
-//! 10. By 7 and 8 the holder stops to trust the lock before the server can give it to somebody else.
-//! 11. A lock that is kept past its deadline has no timer at all (`0`): who prefers exclusion wants
-//!     it of a stopped process above all, which may wake and go on. The connection's end alone ends it.
+//! 10. By 7 and 8 the holder stops trusting the lock before the server can grant it to another session.
+//! 11. A lock that is kept past its deadline has no timer at all (`0`): whoever prefers exclusion needs
+//!     it most for a stopped process, which may wake and go on. Only the end of its connection ends it.
 //! 12. Before version 14 there is no such timer. There 7 holds, and 8 to 10 do not: a stopped process
 //!     keeps its lock, although it will not trust it when it wakes. (`idle_in_transaction_session_timeout`
 //!     would need an open transaction, which holds back vacuum in the whole database.)
 //!
 //! *Loss is noticed.*
 //!
-//! 13. Every half second the session thread reads what each connection's socket has to say, without
+//! 13. Every half second the session thread reads what has come in on each connection, without
 //!     sending anything: a terminated backend, a restart, a reset connection are noticed within a second.
 //! 14. A session whose last answer is three seconds old is asked; no answer within five is a loss. A
 //!     session that has been silent for ten counts as lost whatever the session thread is doing
-//!     (longer only if a whole round of questions takes more than three seconds, so that a slow line
+//!     (longer only if a whole round of questions takes more than three seconds, so that a slow network
 //!     with many locks is not mistaken for a dead one). Silence counts only while this process listens:
 //!     after it was stopped, or the host suspended, it starts anew, so that a holder that slept for ten
 //!     seconds does not take itself for one whose server is gone.
@@ -78,21 +82,20 @@
 //!     not there at the self-test, the lock counts as lost.
 
 mod acquire;
-mod crew;
 mod guard;
-mod hold;
+mod held_lock;
 mod key;
 mod monitor;
 mod observe;
 mod options;
-mod probe;
 mod queue;
-mod session;
+mod registry;
+mod self_test;
+mod session_thread;
 mod sql;
+mod unlock;
 
-use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use crate::cancel::CancelToken;
@@ -100,45 +103,17 @@ use crate::error::Result;
 use crate::postgres::PostgresBackend;
 
 pub use guard::AdvisoryGuard;
+pub use held_lock::AdvisoryLost;
 pub use key::AdvisoryKey;
 pub use observe::AdvisorySession;
 pub use options::{AdvisoryOptions, DEFAULT_MAX_HOLD};
 
-use crew::Crew;
-
-/// Why a session lock is lost.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum AdvisoryLost {
-    /// Its `max_hold` is over.
-    Deadline,
-    /// Its session has ended, or the server does not answer.
-    Connection,
-    /// The client was closed.
-    Closed,
-}
-
-impl fmt::Display for AdvisoryLost {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Deadline => "its max_hold is over",
-            Self::Connection => "its session has ended or the server does not answer",
-            Self::Closed => "the client was closed",
-        })
-    }
-}
+use acquire::Acquirer;
+use registry::{Registry, ThreadBodies};
 
 /// The session locks of one client.
 #[derive(Clone)]
-pub(crate) struct SessionLocks(Arc<Inner>);
-
-struct Inner {
-    postgres: Arc<PostgresBackend>,
-    crew: Arc<Crew>,
-    /// Whether the self-test has passed.
-    proven: AtomicBool,
-    dispose_timeout: Duration,
-}
+pub(crate) struct SessionLocks(Arc<Acquirer>);
 
 impl SessionLocks {
     pub(crate) fn new(
@@ -146,8 +121,9 @@ impl SessionLocks {
         operation_timeout: Duration,
         dispose_timeout: Duration,
     ) -> Self {
-        let crew = Crew::new(operation_timeout, Arc::downgrade(&postgres));
-        Self(Arc::new(Inner { postgres, crew, proven: AtomicBool::new(false), dispose_timeout }))
+        let threads = ThreadBodies { monitor: monitor::run, session: session_thread::run };
+        let registry = Registry::new(operation_timeout, Arc::downgrade(&postgres), threads);
+        Self(Arc::new(Acquirer::new(postgres, registry, dispose_timeout)))
     }
 
     pub(crate) fn try_lock(
@@ -156,7 +132,7 @@ impl SessionLocks {
         options: &AdvisoryOptions,
         cancel: &CancelToken,
     ) -> Result<Option<AdvisoryGuard>> {
-        acquire::try_lock(&self.0, key, options.terms()?, cancel)
+        self.0.try_lock(key, options.checked()?, cancel)
     }
 
     pub(crate) fn lock(
@@ -165,7 +141,7 @@ impl SessionLocks {
         options: &AdvisoryOptions,
         cancel: &CancelToken,
     ) -> Result<AdvisoryGuard> {
-        acquire::lock(&self.0, key, options.terms()?, cancel)
+        self.0.lock(key, options.checked()?, cancel)
     }
 
     pub(crate) fn sessions(&self, granted: bool, cancel: &CancelToken) -> Result<Vec<AdvisorySession>> {
@@ -178,12 +154,6 @@ impl SessionLocks {
 
     /// Ends every session lock of this client. Whether nothing of them was left in time.
     pub(crate) fn close(&self, limit: Duration) -> bool {
-        self.0.crew.close(limit)
-    }
-}
-
-impl Drop for Inner {
-    fn drop(&mut self) {
-        self.crew.leave();
+        self.0.registry.close(limit)
     }
 }

@@ -1,4 +1,4 @@
-//! Who holds session locks, who waits for them, and how to end a session that holds on.
+//! Who holds session locks, who waits for them, and how to end such a session.
 
 use std::sync::Arc;
 
@@ -10,8 +10,8 @@ use crate::postgres::{
     Fault, Message, PostgresBackend, Row, Trouble, int, malformed, required, text, without_right,
 };
 
-/// Advisory locks of this database, of every kind and of every program.
-const HERE: &str = "l.locktype = 'advisory' AND l.database = \
+/// Advisory locks of this database, of transactions and sessions, of every program.
+const OF_THIS_DATABASE: &str = "l.locktype = 'advisory' AND l.database = \
     (SELECT d.oid FROM pg_catalog.pg_database AS d WHERE d.datname = pg_catalog.current_database())";
 
 /// A session that holds an advisory lock, or waits for one.
@@ -60,31 +60,31 @@ pub(super) fn sessions(
            floor(EXTRACT(EPOCH FROM {since}) * 1000)::int8, \
            floor(EXTRACT(EPOCH FROM a.backend_start) * 1000)::int8 \
          FROM pg_catalog.pg_locks AS l LEFT JOIN pg_catalog.pg_stat_activity AS a ON a.pid = l.pid \
-         WHERE {HERE} AND {filter} ORDER BY 8, l.pid, 1, 2"
+         WHERE {OF_THIS_DATABASE} AND {filter} ORDER BY 8, l.pid, 1, 2"
     );
-    let found = backend.run_bare(backend.end(), cancel, |session| {
+    let result = backend.run_bare(backend.end(), cancel, |session| {
         let message = Message::new().raw(session.limits_plain()).raw(&query);
         let answers = session.ask(&message)?;
         let rows = answers.rows(0)?.iter().map(read).collect::<Result<Vec<_>>>();
         rows.map_err(Trouble::from)
     });
-    found.map_err(Fault::into_error)
+    result.map_err(Fault::into_error)
 }
 
 /// Ends a session that holds or waits for an advisory lock of this database. Whether it was told to.
 pub(super) fn terminate(backend: &Arc<PostgresBackend>, process: i32, cancel: &CancelToken) -> Result<bool> {
     let query = format!(
         "SELECT pg_catalog.pg_terminate_backend(p.pid) FROM (SELECT DISTINCT l.pid \
-         FROM pg_catalog.pg_locks AS l WHERE {HERE} AND l.pid = '{process}'::pg_catalog.int4 \
+         FROM pg_catalog.pg_locks AS l WHERE {OF_THIS_DATABASE} AND l.pid = '{process}'::pg_catalog.int4 \
          AND l.pid <> pg_catalog.pg_backend_pid()) AS p"
     );
-    let found = backend.run_bare(backend.end(), cancel, |session| {
+    let result = backend.run_bare(backend.end(), cancel, |session| {
         let message = Message::new().raw(session.limits_plain()).raw(&query);
         let answers = session.ask(&message)?;
         let told = answers.row(0)?.map(|row| text(row, 0).map(|told| told == Some("t"))).transpose()?;
         Ok(told.unwrap_or(false))
     });
-    found.map_err(Fault::into_error).map_err(|error| {
+    result.map_err(Fault::into_error).map_err(|error| {
         without_right(error, "the role may not end that session: use the session's own role or a member of pg_signal_backend, and a superuser for a superuser's (SQLSTATE 42501)")
     })
 }

@@ -13,7 +13,7 @@ const DEFAULT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How to wait for a session lock, and how long to hold it.
 ///
-/// Setters consume the options and never fail; a value that cannot be is
+/// Setters consume the options and never fail; an invalid value is
 /// [`InvalidArgument`](crate::ErrorCode::InvalidArgument) where the options are used.
 ///
 /// ```
@@ -33,16 +33,16 @@ pub struct AdvisoryOptions {
     cancel: CancelToken,
     shared: bool,
     max_hold: Duration,
-    keep: bool,
+    keep_past_deadline: bool,
 }
 
 /// The same, checked.
 #[derive(Clone, Copy)]
-pub(super) struct Terms {
+pub(super) struct CheckedOptions {
     pub(super) timeout: Option<Duration>,
     pub(super) shared: bool,
     pub(super) max_hold: Duration,
-    pub(super) keep: bool,
+    pub(super) keep_past_deadline: bool,
 }
 
 impl Default for AdvisoryOptions {
@@ -52,13 +52,13 @@ impl Default for AdvisoryOptions {
             cancel: CancelToken::never(),
             shared: false,
             max_hold: DEFAULT_MAX_HOLD,
-            keep: false,
+            keep_past_deadline: false,
         }
     }
 }
 
 impl AdvisoryOptions {
-    /// The defaults: wait at most 5 s; exclusive; held for at most 30 s, then let go.
+    /// The defaults: wait at most 5 s; exclusive; held for at most 30 s, then released.
     pub fn new() -> Self {
         Self::default()
     }
@@ -75,7 +75,7 @@ impl AdvisoryOptions {
         self
     }
 
-    /// A token that ends the wait. It does not end the hold.
+    /// A token that ends the wait. It does not release the lock.
     pub fn cancel(mut self, token: &CancelToken) -> Self {
         self.cancel = token.clone();
         self
@@ -91,7 +91,7 @@ impl AdvisoryOptions {
     /// [`DEFAULT_MAX_HOLD`], at least 1 ms.
     ///
     /// Then [`lost`](crate::AdvisoryGuard::lost) and [`overdue`](crate::AdvisoryGuard::overdue) fire
-    /// and the lock is let go, although the guard still exists and its work may still be running:
+    /// and the lock is released, although the guard still exists and its work may still be running:
     /// **liveness before exclusion**. From PostgreSQL 14 on the server enforces it too, within a
     /// second more, so that a process that was stopped does not keep the lock; on version 13 such a
     /// process keeps it until it runs again or its connection ends.
@@ -108,7 +108,7 @@ impl AdvisoryOptions {
     /// limit either: a process that hangs or is stopped blocks everybody else until an operator ends
     /// it. Choose it where two workers at once do more harm than none.
     pub fn keep_past_deadline(mut self) -> Self {
-        self.keep = true;
+        self.keep_past_deadline = true;
         self
     }
 
@@ -116,11 +116,16 @@ impl AdvisoryOptions {
         &self.cancel
     }
 
-    pub(super) fn terms(&self) -> Result<Terms> {
+    pub(super) fn checked(&self) -> Result<CheckedOptions> {
         if self.max_hold < Duration::from_millis(1) {
             return Err(LockError::invalid("max_hold is below 1 ms: seconds are usual"));
         }
-        Ok(Terms { timeout: self.timeout, shared: self.shared, max_hold: self.max_hold, keep: self.keep })
+        Ok(CheckedOptions {
+            timeout: self.timeout,
+            shared: self.shared,
+            max_hold: self.max_hold,
+            keep_past_deadline: self.keep_past_deadline,
+        })
     }
 }
 
@@ -130,7 +135,7 @@ impl fmt::Debug for AdvisoryOptions {
             .field("timeout", &self.timeout)
             .field("shared", &self.shared)
             .field("max_hold", &self.max_hold)
-            .field("keep_past_deadline", &self.keep)
+            .field("keep_past_deadline", &self.keep_past_deadline)
             .finish_non_exhaustive()
     }
 }
@@ -140,16 +145,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_default_hold_is_thirty_seconds() {
-        let terms = AdvisoryOptions::new().terms().unwrap();
-        assert_eq!(terms.max_hold, Duration::from_secs(30));
-        assert!(!terms.keep && !terms.shared);
-        assert_eq!(terms.timeout, Some(Duration::from_secs(5)));
+    fn the_default_max_hold_is_thirty_seconds() {
+        let options = AdvisoryOptions::new().checked().unwrap();
+        assert_eq!(options.max_hold, Duration::from_secs(30));
+        assert!(!options.keep_past_deadline && !options.shared);
+        assert_eq!(options.timeout, Some(Duration::from_secs(5)));
     }
 
     #[test]
-    fn a_hold_of_nothing_is_refused() {
-        assert!(AdvisoryOptions::new().max_hold(Duration::ZERO).terms().is_err());
-        assert!(AdvisoryOptions::new().max_hold(Duration::MAX).terms().is_ok());
+    fn a_max_hold_of_zero_is_refused() {
+        assert!(AdvisoryOptions::new().max_hold(Duration::ZERO).checked().is_err());
+        assert!(AdvisoryOptions::new().max_hold(Duration::MAX).checked().is_ok());
     }
 }

@@ -13,14 +13,14 @@ use crate::postgres::{
 /// The longest `idle_session_timeout`: PostgreSQL's settings are 32-bit numbers.
 const LONGEST_TIMER: u128 = 2_147_483_647;
 
-/// What a try found.
-pub(super) struct Grant {
+/// The answer to a try.
+pub(super) struct TryAnswer {
     pub(super) pid: i32,
     /// `None` on a standby: not even tried there.
     pub(super) granted: Option<bool>,
 }
 
-/// The statements of a lock's beginning and end, by kind of key and mode. A connection prepares all
+/// The statements of a lock's beginning and end, by form of key and mode. A connection prepares all
 /// of them in one round trip, with its first try.
 pub(super) struct Statements {
     tries: [Statement; 4],
@@ -36,10 +36,10 @@ impl Statements {
         let tries = ["pg_try_advisory_lock", "pg_try_advisory_lock_shared"];
         let unlocks = ["pg_advisory_unlock", "pg_advisory_unlock_shared"];
         Self {
-            tries: family("try", tries, true, try_text),
-            timed_tries: family("timed_try", tries, false, try_text),
-            unlocks: family("unlock", unlocks, true, unlock_text),
-            timed_unlocks: family("timed_unlock", unlocks, false, unlock_text),
+            tries: variants("try", tries, true, try_text),
+            timed_tries: variants("timed_try", tries, false, try_text),
+            unlocks: variants("unlock", unlocks, true, unlock_text),
+            timed_unlocks: variants("timed_unlock", unlocks, false, unlock_text),
         }
     }
 
@@ -63,8 +63,8 @@ const ONE: &[&str] = &["pg_catalog.int8", "pg_catalog.text"];
 const TWO: &[&str] = &["pg_catalog.int8", "pg_catalog.int8", "pg_catalog.text"];
 const TWO_KEYS: &str = "$1::pg_catalog.int4, $2::pg_catalog.int4";
 
-/// One kind of statement for both kinds of keys in both modes, with or without a setting of the timer.
-fn family(
+/// One statement for both forms of keys in both modes, with or without a setting of the timer.
+fn variants(
     name: &str,
     [exclusive, shared]: [&str; 2],
     sets: bool,
@@ -87,16 +87,16 @@ fn family(
 /// One try, and the session's timer: as it is, or, if the lock was granted, as it was and is then. The
 /// inner row is complete before anything of the outer one is: what the timer was is read before it is set.
 fn try_text(function: &str, key: &str, timer: Option<&str>) -> String {
-    let found = format!(
+    let tried = format!(
         "pg_catalog.pg_backend_pid() AS pid, \
          CASE WHEN pg_catalog.pg_is_in_recovery() THEN NULL ELSE pg_catalog.{function}({key}) END AS granted, \
          pg_catalog.current_setting('idle_session_timeout', true) AS timer"
     );
-    let Some(timer) = timer else { return format!("SELECT {found}") };
+    let Some(timer) = timer else { return format!("SELECT {tried}") };
     format!(
         "SELECT s.pid, s.granted, s.timer, CASE WHEN s.granted AND s.timer IS NOT NULL \
            THEN pg_catalog.set_config('idle_session_timeout', {timer}, false) END \
-         FROM (SELECT {found} OFFSET 0) AS s"
+         FROM (SELECT {tried} OFFSET 0) AS s"
     )
 }
 
@@ -112,7 +112,7 @@ fn unlock_text(function: &str, key: &str, before: Option<&str>) -> String {
 }
 
 /// Tries once, and in the same statement sets the session's timer if the lock was granted. One that
-/// runs already is only looked at: setting it twice costs more than the lock. Somebody else may have set
+/// runs already is only looked at: setting it twice costs more than the lock. Another program may have set
 /// it back (`DISCARD ALL`, `RESET ALL`); then it is set once more.
 pub(super) fn try_lock(
     session: &mut Session<'_>,
@@ -120,39 +120,39 @@ pub(super) fn try_lock(
     key: &AdvisoryKey,
     shared: bool,
     timer: Option<Duration>,
-) -> Result<Grant, Trouble> {
+) -> Result<TryAnswer, Trouble> {
     let limit_ms = timer_ms(timer);
     let limit = limit_ms.to_string();
     let running = session.timer();
     let runs = running.as_ref().is_some_and(|running| running.limit_ms == limit_ms);
-    let (kind, last) =
+    let (variants, last) =
         if runs { (&statements.timed_tries, None) } else { (&statements.tries, Some(&*limit)) };
-    let answers = call(session, statements, Statements::of(kind, key, shared), key, last)?;
+    let answers = call(session, statements, Statements::of(variants, key, shared), key, last)?;
     let row = required(answers.row(0)?)?;
     let (pid, granted) = (pid(int(row, 0)?)?, flag(row, 1)?);
     if granted != Some(true) {
-        return Ok(Grant { pid, granted });
+        return Ok(TryAnswer { pid, granted });
     }
-    let found = text(row, 2)?;
+    let shown_now = text(row, 2)?;
     match running {
         Some(running) if runs => {
-            if found != Some(&running.shown) {
+            if shown_now != Some(&running.shown) {
                 ping(session, timer)?;
             }
         }
         // What the setting was before the first lock of this session; none where the server has none.
         running => {
-            let before = running.map(|running| running.before).or_else(|| found.map(str::to_owned));
+            let before = running.map(|running| running.before).or_else(|| shown_now.map(str::to_owned));
             let shown = text(row, 3)?.map(str::to_owned);
             let timer = before.zip(shown).map(|(before, shown)| SessionTimer { limit_ms, shown, before });
             session.set_timer(timer);
         }
     }
-    Ok(Grant { pid, granted })
+    Ok(TryAnswer { pid, granted })
 }
 
-/// Calls a prepared statement, which is prepared first where that is needed. If somebody has discarded
-/// it: once more, and after that it is written out.
+/// Calls a prepared statement, which is prepared first where that is needed. If it was discarded since:
+/// once more, and after that it is written out.
 fn call(
     session: &mut Session<'_>,
     statements: &Statements,
@@ -216,12 +216,12 @@ pub(super) fn unlock(
     key: &AdvisoryKey,
     shared: bool,
 ) -> Result<(i32, bool), Trouble> {
-    let (kind, back) = if session.is_own() {
+    let (variants, back) = if session.is_own() {
         (&statements.timed_unlocks, None)
     } else {
         (&statements.unlocks, Some(session.timer().map(|timer| timer.before).unwrap_or_default()))
     };
-    let statement = Statements::of(kind, key, shared);
+    let statement = Statements::of(variants, key, shared);
     let answers = call(session, statements, statement, key, back.as_deref())?;
     if back.is_some() {
         session.set_timer(None);

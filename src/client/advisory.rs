@@ -20,7 +20,7 @@ impl PgLockClient {
     }
 
     /// Tries once to take a session lock: PostgreSQL's advisory lock, which needs no table and ends
-    /// with its connection. `None` if somebody else holds the key.
+    /// with its connection. `None` if another session holds the key.
     ///
     /// The guard keeps one of the client's `max_connections` connections until it ends: they are the
     /// limit of how many session locks a client holds at once. Holding two keys at once invites
@@ -33,8 +33,8 @@ impl PgLockClient {
     /// let client = PgLockClient::connect("postgresql://app@db.example/app")?;
     /// let key = AdvisoryKey::namespaced("cleanup", "user@example.com")?;
     /// match client.try_advisory_lock(&key)? {
-    ///     Some(guard) => { /* nobody else cleans up now, while guard.is_held() */ }
-    ///     None => { /* somebody else is at it */ }
+    ///     Some(guard) => { /* only this process cleans up, while guard.is_held() */ }
+    ///     None => { /* another process holds it */ }
     /// }
     /// # Ok::<(), syncguard::LockError>(())
     /// ```
@@ -79,7 +79,7 @@ impl PgLockClient {
 
     /// Waits for a session lock; see [`try_advisory_lock_with`](Self::try_advisory_lock_with).
     ///
-    /// Threads of this client that want the same key take turns; between processes chance decides. A
+    /// Threads of this client that want the same key are served in the order in which they came; between processes chance decides. A
     /// waiter keeps no connection and no statement waits in the server: it asks again after pauses of
     /// at most 50 ms.
     ///
@@ -90,7 +90,7 @@ impl PgLockClient {
     ///
     /// # Blocking
     ///
-    /// At most `timeout`; for ever with `wait_forever`.
+    /// At most `timeout`; without a limit with `wait_forever`.
     ///
     /// # Cancellation
     ///

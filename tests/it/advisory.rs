@@ -149,7 +149,7 @@ fn no_transaction_is_open_while_a_lock_is_held() {
 }
 
 #[test]
-fn a_lock_is_let_go_on_every_way_out() {
+fn a_lock_is_released_on_every_way_out() {
     let (client, mut observer) = (client(), server().client());
     let key = key();
     let work = |outcome: Result<u32, String>| {
@@ -194,7 +194,7 @@ fn a_guard_outlives_its_client() {
 }
 
 #[test]
-fn a_lock_is_let_go_when_its_time_is_over() {
+fn a_lock_is_released_at_its_deadline() {
     assert_eq!(DEFAULT_MAX_HOLD, Duration::from_secs(30));
     let logs = crate::support::logs::capture();
     let text = format!("Somebody{}@example.com", unique());
@@ -215,7 +215,7 @@ fn a_lock_is_let_go_when_its_time_is_over() {
 }
 
 #[test]
-fn a_lock_that_is_shorter_than_any_nap_still_ends_in_time() {
+fn a_lock_that_is_shorter_than_any_sleep_still_ends_in_time() {
     // The monitor sleeps while another lock is held; a shorter one must wake it.
     let client = client();
     let long = taken(&client, key());
@@ -243,7 +243,7 @@ fn a_lock_may_be_kept_past_its_time() {
 }
 
 #[test]
-fn the_time_of_an_operation_does_not_limit_the_hold() {
+fn the_operation_timeout_does_not_limit_how_long_a_lock_is_held() {
     let client = builder().operation_timeout(Duration::from_millis(200)).connect(server().url()).unwrap();
     let options = AdvisoryOptions::new().max_hold(Duration::from_millis(1500)).keep_past_deadline();
     let mut guard = None;

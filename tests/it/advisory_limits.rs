@@ -106,7 +106,7 @@ fn a_hundred_and_fifty_guards_are_looked_after_by_one_client() {
 }
 
 #[test]
-fn a_full_lock_table_is_an_error_and_takes_nobody_s_lock() {
+fn a_full_lock_table_is_an_error_and_takes_no_lock_away() {
     let settings = Config::new().set("max_locks_per_transaction", "10").set("max_connections", "20");
     let server = Server::start(&settings);
     let client = builder().connect(server.url()).unwrap();

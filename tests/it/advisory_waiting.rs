@@ -36,7 +36,7 @@ fn a_wait_ends_with_its_timeout_and_keeps_nothing() {
 }
 
 #[test]
-fn a_waiter_gets_the_lock_that_another_client_lets_go() {
+fn a_waiter_gets_the_lock_that_another_client_releases() {
     let (a, b, key) = (client(), client(), key());
     let guard = taken(&a, key);
     thread::scope(|scope| {

@@ -288,7 +288,7 @@ fn an_idle_session_that_stands_still_does_not_stop_the_thread_that_looks_after_a
 }
 
 #[test]
-fn a_line_that_goes_silent_is_a_loss() {
+fn a_network_that_goes_silent_is_a_loss() {
     let _alone = crate::support::alone();
     let wire = Wire::to(server_port());
     let client = client(&wire.url());
@@ -425,7 +425,7 @@ fn a_grant_whose_answer_comes_when_its_time_is_over_makes_no_guard() {
     assert!(error.to_string().contains("max_hold"), "{error}");
     let mut observer = server.client();
     let sql = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'";
-    wait_until(LIMIT, "it is let go", || observer.query_one(sql, &[]).unwrap().get::<_, i64>(0) == 0);
+    wait_until(LIMIT, "it is released", || observer.query_one(sql, &[]).unwrap().get::<_, i64>(0) == 0);
     drop(taken(&client, key));
 }
 

@@ -1,4 +1,4 @@
-//! The self-test at a client's first session lock: does this server keep sessions apart at all?
+//! The self-test at a client's first session lock: does a session lock exclude other sessions here?
 //!
 //! Behind a transaction pooler a session's statements run now in one server process, now in another,
 //! so two sessions are asked first who answers, several times: see [`ROUNDS`]. Then one takes a lock on
@@ -16,21 +16,21 @@ use crate::error::{ErrorCode, LockError, Result};
 use crate::model::lock_id::LockId;
 use crate::postgres::{Asked, PostgresBackend, ROUNDS, Session, Trouble};
 
-/// What the test found.
+/// What the test observed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Findings {
+struct Observed {
     /// The first session's server process, and whether it got the lock; `None` on a standby.
     first: (i32, Option<bool>),
     /// The second's; `None` without one.
     second: Option<(i32, Option<bool>)>,
-    /// Without a second: whether the server shows the first's lock.
-    shown: bool,
+    /// Without a second: whether `pg_locks` shows the first's lock.
+    in_pg_locks: bool,
     /// The first's server process at the unlock, and the unlock's answer.
     unlock: (i32, bool),
 }
 
 /// Runs the test on this session. An error means that no session lock can be trusted here.
-pub(super) fn prove(
+pub(super) fn run(
     backend: &PostgresBackend,
     statements: &Statements,
     session: &mut Session<'_>,
@@ -42,26 +42,26 @@ pub(super) fn prove(
         LockError::new(error.code()).with_message(need).with_source(error)
     })?;
     let mut other = other.map(|connection| Session::new(connection, end, &never));
-    // Before anything is locked: what is locked in a server process of a pooler's, nobody unlocks.
+    // Before anything is locked: nobody unlocks what is locked in a server process of a pooler.
     if !keep_to_their_processes(session, other.as_mut())? {
         return Err(pooler().into());
     }
     let key = random_key()?;
-    let grant = sql::try_lock(session, statements, &key, false, None).map_err(explain)?;
-    let first = (grant.pid, grant.granted);
-    if grant.granted.is_none() {
+    let answer = sql::try_lock(session, statements, &key, false, None).map_err(explain)?;
+    let first = (answer.pid, answer.granted);
+    if answer.granted.is_none() {
         return Err(session.read_only(standby()));
     }
     let second = match other.as_mut() {
         Some(other) => {
-            let grant = sql::try_lock(other, statements, &key, false, None).map_err(explain)?;
-            Some((grant.pid, grant.granted))
+            let answer = sql::try_lock(other, statements, &key, false, None).map_err(explain)?;
+            Some((answer.pid, answer.granted))
         }
         None => None,
     };
-    let shown = second.is_none() && sql::is_held_here(session, &key).map_err(explain)?;
+    let in_pg_locks = second.is_none() && sql::is_held_here(session, &key).map_err(explain)?;
     let unlock = sql::unlock(session, statements, &key, false).map_err(explain)?;
-    let passed = verdict(&Findings { first, second, shown, unlock });
+    let passed = verdict(&Observed { first, second, in_pg_locks, unlock });
     if passed.is_ok() {
         // Whatever the try to come answers: the session is as it was.
         sql::stop_timer(session)?;
@@ -74,16 +74,16 @@ pub(super) fn prove(
     Ok(passed?)
 }
 
-/// A session lock on a standby would exclude nobody on the primary.
+/// A session lock on a standby excludes no session on the primary.
 pub(super) fn standby() -> LockError {
     LockError::new(ErrorCode::ServiceUnavailable).with_message(
-        "this server is a standby, whose session locks exclude nobody elsewhere: connect to the primary (target_session_attrs=read-write)",
+        "this server is a standby, whose session locks exclude no session on the primary: connect to the primary (target_session_attrs=read-write)",
     )
 }
 
 fn pooler() -> LockError {
     LockError::invalid(
-        "a pooler in transaction or statement mode stands before the server, so a session lock would belong to nobody: connect directly, or to a pool in session mode",
+        "a pooler in transaction or statement mode stands before the server, so a session lock would belong to no session: connect directly, or to a pool in session mode",
     )
 }
 
@@ -110,18 +110,18 @@ fn keep_to_their_processes(
     Ok(true)
 }
 
-fn verdict(found: &Findings) -> Result<()> {
-    let (pid, granted) = found.first;
-    let same_process = found.second.is_some_and(|(other, _)| other == pid);
-    if same_process || found.unlock.0 != pid {
+fn verdict(observed: &Observed) -> Result<()> {
+    let (pid, granted) = observed.first;
+    let same_process = observed.second.is_some_and(|(other, _)| other == pid);
+    if same_process || observed.unlock.0 != pid {
         return Err(pooler());
     }
-    let excluded = match found.second {
+    let excluded = match observed.second {
         Some((_, granted)) => granted == Some(false),
-        None => found.shown,
+        None => observed.in_pg_locks,
     };
-    // Nobody else knows the number, so the first try succeeds on a server that means it.
-    if granted == Some(true) && excluded && found.unlock.1 {
+    // No other session knows the number, so the first try succeeds on a server that means it.
+    if granted == Some(true) && excluded && observed.unlock.1 {
         return Ok(());
     }
     Err(LockError::invalid(
@@ -142,7 +142,7 @@ fn explain(trouble: Trouble) -> Trouble {
     }
 }
 
-/// A number that nobody else uses at the same time: from the operating system's random source.
+/// A number that no other session uses at the same time: from the operating system's random source.
 fn random_key() -> Result<AdvisoryKey> {
     Ok(AdvisoryKey::from_text(LockId::generate()?.as_str()))
 }
@@ -151,39 +151,43 @@ fn random_key() -> Result<AdvisoryKey> {
 mod tests {
     use super::*;
 
-    const GOOD: Findings =
-        Findings { first: (1, Some(true)), second: Some((2, Some(false))), shown: false, unlock: (1, true) };
+    const GOOD: Observed = Observed {
+        first: (1, Some(true)),
+        second: Some((2, Some(false))),
+        in_pg_locks: false,
+        unlock: (1, true),
+    };
 
     #[test]
-    fn a_server_that_keeps_sessions_apart_passes() {
+    fn a_server_whose_session_locks_exclude_passes() {
         verdict(&GOOD).unwrap();
-        verdict(&Findings { second: None, shown: true, ..GOOD }).unwrap();
+        verdict(&Observed { second: None, in_pg_locks: true, ..GOOD }).unwrap();
     }
 
     #[test]
-    fn a_pooler_is_told_by_its_processes() {
-        for found in [
-            Findings { second: Some((1, Some(true))), ..GOOD },
-            Findings { second: Some((1, Some(false))), ..GOOD },
-            Findings { unlock: (3, false), ..GOOD },
+    fn a_pooler_is_recognized_by_its_processes() {
+        for observed in [
+            Observed { second: Some((1, Some(true))), ..GOOD },
+            Observed { second: Some((1, Some(false))), ..GOOD },
+            Observed { unlock: (3, false), ..GOOD },
         ] {
-            let error = verdict(&found).unwrap_err();
+            let error = verdict(&observed).unwrap_err();
             assert!(error.code() == ErrorCode::InvalidArgument && error.to_string().contains("pooler"));
         }
     }
 
     #[test]
-    fn stubs_are_told_by_what_they_grant() {
-        for found in [
-            Findings { second: Some((2, Some(true))), ..GOOD },
-            Findings { first: (1, Some(false)), ..GOOD },
-            Findings { second: None, shown: false, ..GOOD },
-            Findings { unlock: (1, false), ..GOOD },
+    fn stubs_are_recognized_by_what_they_grant() {
+        for observed in [
+            Observed { second: Some((2, Some(true))), ..GOOD },
+            Observed { first: (1, Some(false)), ..GOOD },
+            Observed { second: None, in_pg_locks: false, ..GOOD },
+            Observed { unlock: (1, false), ..GOOD },
         ] {
-            let error = verdict(&found).unwrap_err();
+            let error = verdict(&observed).unwrap_err();
             assert!(
                 error.code() == ErrorCode::InvalidArgument && error.to_string().contains("stubs"),
-                "{found:?}"
+                "{observed:?}"
             );
         }
     }
