@@ -11,12 +11,12 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use syncguard::backend::{Attempt, ExtendOutcome, ReleaseOutcome, TimeAuthority};
 use syncguard::backend::{generate_lock_id, validate_ttl};
 use syncguard::{
-    AcquireResult, Acquired, Attempt, CancelToken, Capabilities, ErrorCode, ExtendOutcome, Fence,
-    LockBackend, LockError, LockInfo, LockInfoDebug, Lookup, Reason, ReleaseOutcome, Result,
-    TIME_TOLERANCE_MS, TimeAuthority, is_live, make_fence_key, make_storage_key, normalize_and_validate_key,
-    validate_lock_id,
+    AcquireResult, Acquired, CancelToken, Capabilities, ErrorCode, Fence, LockBackend, LockError, LockInfo,
+    LockInfoRaw, Lookup, Reason, Result, TIME_TOLERANCE_MS, is_live, make_fence_key, make_storage_key,
+    normalize_and_validate_key, validate_lock_id,
 };
 use syncguard_contract::Harness;
 
@@ -33,7 +33,7 @@ struct TableBackend {
 #[derive(Default)]
 struct Table {
     /// By stored key.
-    leases: HashMap<String, LockInfoDebug>,
+    leases: HashMap<String, LockInfoRaw>,
     /// By fence key. Nothing ever removes one or lowers it (2).
     counters: HashMap<String, u64>,
 }
@@ -45,7 +45,7 @@ fn now_ms() -> i64 {
 }
 
 /// The one rule of liveness: nowhere else is a time compared with a time.
-fn lives(lease: &LockInfoDebug, now_ms: i64) -> bool {
+fn lives(lease: &LockInfoRaw, now_ms: i64) -> bool {
     is_live(lease.expires_at_ms, now_ms, TIME_TOLERANCE_MS)
 }
 
@@ -111,7 +111,7 @@ impl LockBackend for TableBackend {
         // Compared as numbers, refused at the limit, and only then written (2).
         let fence = Fence::following(table.counters.get(&fence_key).copied().unwrap_or(0))?;
         table.counters.insert(fence_key, fence.get());
-        let lease = LockInfoDebug::new(key, attempt.lock_id.to_owned(), now + millis(ttl), now, fence);
+        let lease = LockInfoRaw::new(key, attempt.lock_id.to_owned(), now + millis(ttl), now, fence);
         let granted = grant(&lease);
         // A row that is over is overwritten; its id is forgotten with it.
         table.leases.insert(base, lease);
@@ -161,7 +161,7 @@ impl LockBackend for TableBackend {
         Ok(self.lookup_raw(what, cancel)?.map(|lease| lease.sanitized()))
     }
 
-    fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoDebug>> {
+    fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoRaw>> {
         let key = match what {
             Lookup::Key(key) => Some(Self::stored(key)?.1),
             Lookup::LockId(lock_id) => {
@@ -184,7 +184,7 @@ impl LockBackend for TableBackend {
     }
 }
 
-fn grant(lease: &LockInfoDebug) -> Acquired {
+fn grant(lease: &LockInfoRaw) -> Acquired {
     Acquired { lock_id: lease.lock_id.clone(), fence: lease.fence, expires_at_ms: lease.expires_at_ms }
 }
 

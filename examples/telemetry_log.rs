@@ -29,8 +29,8 @@ fn write_line(event: &LockEvent) {
     // Contention is daily life; an error is somebody's problem.
     let level = match (event.result, event.error) {
         (_, Some(_)) => log::Level::Error,
-        (EventResult::Fail, None) => log::Level::Info,
         (EventResult::Ok, None) => log::Level::Debug,
+        (_, None) => log::Level::Info,
     };
     let outcome = match (event.error, event.reason) {
         (Some(code), _) => code.as_str(),

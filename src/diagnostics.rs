@@ -25,7 +25,7 @@
 //! A look that a token shall end is [`LockBackend::lookup`] itself, or one of a client's own methods on
 //! [`cancellable`](crate::LockClient::cancellable).
 
-use crate::backend::{LockBackend, LockInfo, LockInfoDebug, Lookup};
+use crate::backend::{LockBackend, LockInfo, LockInfoRaw, Lookup};
 use crate::cancel::CancelToken;
 use crate::error::Result;
 
@@ -71,7 +71,7 @@ pub fn get_by_id<B: LockBackend + ?Sized>(backend: &B, lock_id: &str) -> Result<
 /// # Cancellation
 ///
 /// None.
-pub fn get_by_key_raw<B: LockBackend + ?Sized>(backend: &B, key: &str) -> Result<Option<LockInfoDebug>> {
+pub fn get_by_key_raw<B: LockBackend + ?Sized>(backend: &B, key: &str) -> Result<Option<LockInfoRaw>> {
     backend.lookup_raw(Lookup::Key(key), &CancelToken::never())
 }
 
@@ -87,7 +87,7 @@ pub fn get_by_key_raw<B: LockBackend + ?Sized>(backend: &B, key: &str) -> Result
 /// # Cancellation
 ///
 /// None.
-pub fn get_by_id_raw<B: LockBackend + ?Sized>(backend: &B, lock_id: &str) -> Result<Option<LockInfoDebug>> {
+pub fn get_by_id_raw<B: LockBackend + ?Sized>(backend: &B, lock_id: &str) -> Result<Option<LockInfoRaw>> {
     backend.lookup_raw(Lookup::LockId(lock_id), &CancelToken::never())
 }
 

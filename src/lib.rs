@@ -158,38 +158,71 @@ mod postgres;
 pub mod telemetry;
 mod threads;
 
-pub use advisory::{
-    AdvisoryGuard, AdvisoryKey, AdvisoryLost, AdvisoryOptions, AdvisorySession, DEFAULT_MAX_HOLD,
-};
-pub use backend::{
-    AcquireResult, Acquired, Attempt, Capabilities, ExtendOutcome, ExtendResult, Heard, LockBackend,
-    LockInfo, LockInfoDebug, Lookup, LostReason, OnHeard, Reason, ReleaseOutcome, ReleaseResult,
-    RenewOutcome, Renewal, TimeAuthority, Watch,
-};
-pub use cancel::CancelToken;
+// What programs type. What only authors of a backend need is in `backend`, and nowhere else.
 pub use client::{PgLockClient, PgLockClientBuilder};
-pub use diagnostics::{get_by_id, get_by_id_raw, get_by_key, get_by_key_raw, owns};
-pub use error::{ErrorCode, LockError, Result};
+
 pub use lock::{
     Backoff, ClientSettings, CloseReport, DEFAULT_MAX_RETRIES, DEFAULT_RETRY_DELAY, DEFAULT_TIMEOUT,
     DEFAULT_TTL, Heartbeat, Jitter, LockClient, LockGuard, LockOptions, ReleaseErrorContext, ReleaseSource,
 };
-pub use memory::MemoryBackend;
+
+pub use cancel::CancelToken;
+pub use error::{ErrorCode, LockError, Result};
 pub use model::fence::{FENCE_MAX, FENCE_WARN, Fence};
+
+pub use backend::{
+    AcquireResult, Acquired, Capabilities, ExtendResult, LockBackend, LockInfo, LockInfoRaw, Lookup,
+    LostReason, Reason, ReleaseResult,
+};
+
+pub use advisory::{
+    AdvisoryGuard, AdvisoryKey, AdvisoryLost, AdvisoryOptions, AdvisorySession, DEFAULT_MAX_HOLD,
+};
+
+pub use diagnostics::{get_by_id, get_by_id_raw, get_by_key, get_by_key_raw, owns};
+pub use memory::MemoryBackend;
+pub use postgres::{BrokenLock, CLEANUP_GUARD_MS, Counts, IdleCounter, Operator, Waiter};
+pub use telemetry::{
+    EventResult, LockEvent, Operation, Telemetry, TelemetryHandle, TelemetryOptions, with_telemetry,
+};
+
+// How keys, fences and ids look: every SyncGuard client computes the same.
 pub use model::hash::hash_key;
 pub use model::key::{
     BACKEND_LIMIT_POSTGRES, MAX_KEY_LENGTH_BYTES, RESERVE_BYTES_POSTGRES, make_fence_key, make_storage_key,
     normalize_and_validate_key,
 };
 pub use model::lock_id::validate_lock_id;
-pub use model::time::{Clock, MAX_TTL, Moment, TIME_TOLERANCE_MS, is_live};
-pub use postgres::{BrokenLock, CLEANUP_GUARD_MS, Counts, IdleCounter, Operator, Waiter};
-pub use telemetry::{
-    EventResult, LockEvent, Operation, Telemetry, TelemetryHandle, TelemetryOptions, with_telemetry,
-};
+pub use model::time::{MAX_TTL, TIME_TOLERANCE_MS, is_live};
 
 // The versions whose types are in this interface: for a pool of the caller's.
 pub use {r2d2, r2d2_postgres};
+
+/// A panic that is caught on its way through one of these leaves it of use: state changes in whole steps,
+/// mutexes are not poisoned, and what callers pass in runs contained.
+macro_rules! safe_to_unwind {
+    ($($ty:ty),* $(,)?) => {$(
+        impl std::panic::UnwindSafe for $ty {}
+        impl std::panic::RefUnwindSafe for $ty {}
+    )*};
+}
+
+safe_to_unwind!(
+    PgLockClient,
+    PgLockClientBuilder,
+    LockClient,
+    LockGuard,
+    LockOptions,
+    ClientSettings,
+    LockError,
+    AdvisoryGuard,
+    AdvisoryOptions,
+    CancelToken,
+    MemoryBackend,
+    Operator,
+    TelemetryHandle,
+    TelemetryOptions,
+);
 
 /// The examples in the documents compile.
 #[cfg(doctest)]

@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use postgres::{Client, NoTls};
-use syncguard::{PgLockClient, Renewal};
+use syncguard::PgLockClient;
+use syncguard::backend::Renewal;
 
 use crate::pairs::{Pair, time};
 use crate::report::Goal::{self, AtMost, None as NoGoal};
@@ -102,7 +103,7 @@ fn bloat(stage: &Stage, name: &str, parameters: &str) {
                     version: None,
                     ttl: Duration::from_secs(600),
                 }];
-                let deadline = syncguard::Clock::system().now().after(Duration::from_secs(5));
+                let deadline = syncguard::backend::Clock::system().now().after(Duration::from_secs(5));
                 syncguard::LockBackend::renew(&client, &renewal, deadline);
             }
         })

@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 
 use postgres::{Client, NoTls};
 use stats_alloc::Region;
-use syncguard::{Clock, LockBackend, LockOptions, PgLockClient, Renewal};
+use syncguard::backend::{Clock, Renewal};
+use syncguard::{LockBackend, LockOptions, PgLockClient};
 
 use crate::floor::Floor;
 use crate::line::Line;

@@ -3,10 +3,11 @@
 use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
+use syncguard::backend::Moment;
 use syncguard::backend::{
-    AcquireResult, Acquired, LockBackend, LockInfo, LockInfoDebug, Lookup, Reason, generate_lock_id,
+    AcquireResult, Acquired, LockBackend, LockInfo, LockInfoRaw, Lookup, Reason, generate_lock_id,
 };
-use syncguard::{CancelToken, Moment, Result};
+use syncguard::{CancelToken, Result};
 
 use crate::Harness;
 
@@ -67,7 +68,7 @@ impl<'a> Bench<'a> {
         use syncguard::backend::ExtendOutcome;
         match self.backend.extend(lock_id, ttl, &CancelToken::never()).unwrap() {
             ExtendOutcome::Extended { expires_at_ms } => Some(expires_at_ms),
-            ExtendOutcome::NotHeld(_) => None,
+            _ => None,
         }
     }
 
@@ -83,7 +84,7 @@ impl<'a> Bench<'a> {
         self.backend.lookup(Lookup::LockId(lock_id), &CancelToken::never()).unwrap()
     }
 
-    pub(crate) fn raw(&self, key: &str) -> Option<LockInfoDebug> {
+    pub(crate) fn raw(&self, key: &str) -> Option<LockInfoRaw> {
         self.backend.lookup_raw(Lookup::Key(key), &CancelToken::never()).unwrap()
     }
 

@@ -172,11 +172,11 @@ pub(crate) fn unknown_ids_are_harmless(bench: &Bench<'_>) {
         let id = Bench::id();
         match bench.backend.release(&id, &never).unwrap() {
             ReleaseOutcome::NotHeld(reason) => assert!(is_or_unknown(reason, Reason::NotFound), "{reason:?}"),
-            ReleaseOutcome::Released => panic!("an unknown id was released"),
+            other => panic!("{other:?}: an unknown id was released"),
         }
         match bench.backend.extend(&id, TTL, &never).unwrap() {
             ExtendOutcome::NotHeld(reason) => assert!(is_or_unknown(reason, Reason::NotFound), "{reason:?}"),
-            extended @ ExtendOutcome::Extended { .. } => panic!("{extended:?}"),
+            other => panic!("{other:?}: an unknown id was extended"),
         }
     }
     assert_eq!(bench.raw(&key), before);

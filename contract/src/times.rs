@@ -48,7 +48,7 @@ pub(crate) fn a_lease_is_dead_after_the_tolerance(bench: &Bench<'_>) {
     assert!(bench.by_key(&key).is_none() && bench.by_id(id).is_none() && bench.raw(&key).is_none());
     match bench.backend.extend(id, TTL, &never).unwrap() {
         ExtendOutcome::NotHeld(reason) => assert!(is_or_unknown(reason, Reason::Expired), "{reason:?}"),
-        extended @ ExtendOutcome::Extended { .. } => panic!("{extended:?}"),
+        other => panic!("{other:?}: an expired lease was extended"),
     }
     let renewal =
         Renewal { key: &key, lock_id: id, fence: syncguard::Fence::new(1).unwrap(), version: None, ttl: TTL };
@@ -56,7 +56,7 @@ pub(crate) fn a_lease_is_dead_after_the_tolerance(bench: &Bench<'_>) {
     assert_eq!(renewed, RenewOutcome::Lost(LostReason::Expired));
     match bench.backend.release(id, &never).unwrap() {
         ReleaseOutcome::NotHeld(reason) => assert!(is_or_unknown(reason, Reason::Expired), "{reason:?}"),
-        ReleaseOutcome::Released => panic!("an expired lease was released"),
+        other => panic!("{other:?}: an expired lease was released"),
     }
     let next = bench.acquire(&key);
     assert!(next.fence > held.fence && next.lock_id != held.lock_id);

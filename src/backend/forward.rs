@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::backend::{
-    AcquireResult, Attempt, Capabilities, ExtendOutcome, Grant, Holder, LockBackend, LockInfo, LockInfoDebug,
+    AcquireResult, Attempt, Capabilities, ExtendOutcome, Grant, Holder, LockBackend, LockInfo, LockInfoRaw,
     Lookup, OnHeard, ReleaseOutcome, RenewOutcome, Renewal, Watch,
 };
 use crate::cancel::CancelToken;
@@ -71,7 +71,7 @@ macro_rules! forward {
             fn unreserve_renewals(&self) -> bool {
                 (**self).unreserve_renewals()
             }
-            fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoDebug>> {
+            fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoRaw>> {
                 (**self).lookup_raw(what, cancel)
             }
             fn fence_statement(&self, key: &str, fence: Fence, lock_id: Option<&str>) -> Result<String> {

@@ -76,7 +76,7 @@ impl Holder {
 /// A live lease with its raw key and id. **Sensitive**: for debugging only. `Debug` hides both.
 #[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct LockInfoDebug {
+pub struct LockInfoRaw {
     /// The caller's key, in NFC.
     pub key: String,
     /// The lock id. Whoever knows it can let go of the lock.
@@ -89,7 +89,7 @@ pub struct LockInfoDebug {
     pub fence: Fence,
 }
 
-impl LockInfoDebug {
+impl LockInfoRaw {
     /// A live lease as a backend found it.
     #[must_use]
     pub fn new(key: String, lock_id: String, expires_at_ms: i64, acquired_at_ms: i64, fence: Fence) -> Self {
@@ -109,7 +109,7 @@ impl LockInfoDebug {
     }
 }
 
-impl fmt::Debug for LockInfoDebug {
+impl fmt::Debug for LockInfoRaw {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.sanitized().fmt(f)
     }
@@ -137,6 +137,7 @@ impl Capabilities {
 
 /// Whose clock decides liveness.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum TimeAuthority {
     /// The server's: the clocks of clients do not matter.
     Server,

@@ -30,7 +30,7 @@
 //!
 //! 1. The five operations, [`capabilities`](LockBackend::capabilities), and
 //!    [`lookup_raw`](LockBackend::lookup_raw), from which `lookup` is made by
-//!    [`LockInfoDebug::sanitized`].
+//!    [`LockInfoRaw::sanitized`].
 //! 2. [`attempt`](LockBackend::attempt): guards use it, and its default is not idempotent. `acquire` is then
 //!    an attempt with an id from [`generate_lock_id`]. Where messages can be late,
 //!    [`grant`](LockBackend::grant) and [`prolong`](LockBackend::prolong) as well: see 8.
@@ -59,9 +59,10 @@ use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::model::fence::Fence;
 use crate::model::lock_id::LockId;
-use crate::model::time::{Clock, Moment, Ttl};
+use crate::model::time::Ttl;
 
-pub use info::{Capabilities, Holder, LockInfo, LockInfoDebug, Lookup, TimeAuthority};
+pub use crate::model::time::{Clock, Moment};
+pub use info::{Capabilities, Holder, LockInfo, LockInfoRaw, Lookup, TimeAuthority};
 pub use outcome::{
     AcquireResult, Acquired, Attempt, ExtendOutcome, ExtendResult, Grant, LostReason, Reason, ReleaseOutcome,
     ReleaseResult, RenewOutcome, Renewal, Version,
@@ -240,7 +241,7 @@ pub trait LockBackend: Send + Sync {
 
     /// [`lookup`](LockBackend::lookup) with the raw key and id, for the `*_raw` helpers alone.
     /// **Sensitive**: to be called for debugging by hand and nothing else.
-    fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoDebug>>;
+    fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoRaw>>;
 
     /// The SQL statement that fails, inside a caller's transaction, unless `fence` is this key's
     /// newest and its lease is live, and carries this lock id where one is given. Only for a backend

@@ -141,6 +141,7 @@ impl fmt::Debug for Acquired {
 
 /// Why an operation was refused, as far as the backend knows without asking again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Reason {
     /// Somebody else holds the key.
     Locked,
@@ -164,6 +165,7 @@ impl Reason {
 
 /// What a backend answers to a release.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum ReleaseOutcome {
     /// The lease was held and is gone.
     Released,
@@ -173,6 +175,7 @@ pub enum ReleaseOutcome {
 
 /// What a backend answers to an extend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum ExtendOutcome {
     /// The lease now ends then (Unix milliseconds of the server's clock).
     Extended {
@@ -225,6 +228,7 @@ impl From<ExtendOutcome> for ExtendResult {
 
 /// What became of a lease that was to be renewed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum RenewOutcome {
     /// It now ends then (Unix milliseconds of the server's clock).
     Renewed {

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use crate::advisory::SessionLocks;
 use crate::backend::{
-    AcquireResult, Capabilities, ExtendResult, LockInfo, LockInfoDebug, Lookup, ReleaseResult,
+    AcquireResult, Capabilities, ExtendResult, LockInfo, LockInfoRaw, Lookup, ReleaseResult,
 };
 use crate::cancel::CancelToken;
 use crate::error::Result;
@@ -290,7 +290,7 @@ impl PgLockClient {
     /// # Cancellation
     ///
     /// By the client's token.
-    pub fn get_by_key_raw(&self, key: &str) -> Result<Option<LockInfoDebug>> {
+    pub fn get_by_key_raw(&self, key: &str) -> Result<Option<LockInfoRaw>> {
         self.locks.get_by_key_raw(key)
     }
 
@@ -304,7 +304,7 @@ impl PgLockClient {
     /// # Cancellation
     ///
     /// By the client's token.
-    pub fn get_by_id_raw(&self, lock_id: &str) -> Result<Option<LockInfoDebug>> {
+    pub fn get_by_id_raw(&self, lock_id: &str) -> Result<Option<LockInfoRaw>> {
         self.locks.get_by_id_raw(lock_id)
     }
 

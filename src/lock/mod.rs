@@ -34,7 +34,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::backend::{
-    AcquireResult, Capabilities, ExtendResult, LockBackend, LockInfo, LockInfoDebug, Lookup, ReleaseResult,
+    AcquireResult, Capabilities, ExtendResult, LockBackend, LockInfo, LockInfoRaw, Lookup, ReleaseResult,
 };
 use crate::cancel::CancelToken;
 use crate::error::{LockError, Result};
@@ -370,7 +370,7 @@ impl LockClient {
     /// # Cancellation
     ///
     /// By the client's token.
-    pub fn get_by_key_raw(&self, key: &str) -> Result<Option<LockInfoDebug>> {
+    pub fn get_by_key_raw(&self, key: &str) -> Result<Option<LockInfoRaw>> {
         let what = Lookup::Key(key);
         Self::check_lookup(what)?;
         self.engine().backend.lookup_raw(what, &self.token)
@@ -386,7 +386,7 @@ impl LockClient {
     /// # Cancellation
     ///
     /// By the client's token.
-    pub fn get_by_id_raw(&self, lock_id: &str) -> Result<Option<LockInfoDebug>> {
+    pub fn get_by_id_raw(&self, lock_id: &str) -> Result<Option<LockInfoRaw>> {
         let what = Lookup::LockId(lock_id);
         Self::check_lookup(what)?;
         self.engine().backend.lookup_raw(what, &self.token)

@@ -28,6 +28,7 @@ const LONGEST_DELAY: Duration = Duration::from_secs(60);
 
 /// How the wait before a retry grows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Backoff {
     /// Doubles with every retry, up to a minute.
     #[default]
@@ -38,6 +39,7 @@ pub enum Backoff {
 
 /// How much of the wait before a retry is left to chance, so that clients do not march in step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Jitter {
     /// Half of the wait is fixed, half is random.
     #[default]
@@ -50,6 +52,7 @@ pub enum Jitter {
 
 /// How often a guard renews its lease.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Heartbeat {
     /// Every third of the ttl.
     #[default]

@@ -11,7 +11,8 @@
 //! use std::time::Duration;
 //! use syncguard::backend::LockBackend;
 //! use syncguard::memory::{Call, Fault};
-//! use syncguard::{CancelToken, ErrorCode, ExtendOutcome, MemoryBackend};
+//! use syncguard::backend::ExtendOutcome;
+//! use syncguard::{CancelToken, ErrorCode, MemoryBackend};
 //!
 //! // The code under test: writes step by step and renews before each step.
 //! fn import(locks: &dyn LockBackend, done: &mut Vec<u32>) -> syncguard::Result<bool> {
@@ -136,7 +137,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use crate::backend::{
-    AcquireResult, Attempt, Capabilities, ExtendOutcome, Grant, Holder, LockBackend, LockInfo, LockInfoDebug,
+    AcquireResult, Attempt, Capabilities, ExtendOutcome, Grant, Holder, LockBackend, LockInfo, LockInfoRaw,
     Lookup, ReleaseOutcome, RenewOutcome, Renewal, TimeAuthority,
 };
 use crate::cancel::CancelToken;
@@ -409,7 +410,7 @@ impl LockBackend for MemoryBackend {
         })
     }
 
-    fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoDebug>> {
+    fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoRaw>> {
         let deadline = self.default_deadline();
         let found = match what {
             Lookup::Key(key) => {

@@ -9,7 +9,7 @@
 use std::collections::BTreeMap;
 
 use crate::backend::{
-    Acquired, ExtendOutcome, Grant, LockInfoDebug, LostReason, Reason, ReleaseOutcome, RenewOutcome, Renewal,
+    Acquired, ExtendOutcome, Grant, LockInfoRaw, LostReason, Reason, ReleaseOutcome, RenewOutcome, Renewal,
     Version,
 };
 use crate::error::{ErrorCode, LockError, Result};
@@ -51,8 +51,8 @@ impl Row {
         Grant { acquired, version: Some(Version::new(self.version)) }
     }
 
-    fn info(&self) -> LockInfoDebug {
-        LockInfoDebug::new(
+    fn info(&self) -> LockInfoRaw {
+        LockInfoRaw::new(
             self.user_key.clone(),
             self.lock_id.clone(),
             self.expires_at_ms,
@@ -174,11 +174,11 @@ impl Store {
         }
     }
 
-    pub(super) fn live_by_key(&self, base: &str, now: i64) -> Option<LockInfoDebug> {
+    pub(super) fn live_by_key(&self, base: &str, now: i64) -> Option<LockInfoRaw> {
         self.rows.get(base).filter(|row| row.is_live(now)).map(Row::info)
     }
 
-    pub(super) fn live_by_id(&self, lock_id: &str, now: i64) -> Option<LockInfoDebug> {
+    pub(super) fn live_by_id(&self, lock_id: &str, now: i64) -> Option<LockInfoRaw> {
         self.by_id(lock_id).map(|(_, row)| row).filter(|row| row.is_live(now)).map(Row::info)
     }
 

@@ -76,6 +76,21 @@ impl Fence {
     }
 }
 
+impl From<Fence> for u64 {
+    fn from(fence: Fence) -> Self {
+        fence.0
+    }
+}
+
+impl TryFrom<u64> for Fence {
+    type Error = LockError;
+
+    /// As [`Fence::new`]; `InvalidArgument` for more than 15 digits.
+    fn try_from(value: u64) -> Result<Self, LockError> {
+        Self::new(value).ok_or_else(|| LockError::invalid("a fence has at most 15 decimal digits"))
+    }
+}
+
 impl fmt::Display for Fence {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:015}", self.0)

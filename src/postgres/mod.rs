@@ -58,7 +58,7 @@ pub(crate) use source::{Connection, Source};
 pub(crate) use statement::{Arg, Message, SessionTimer, Statement, push_quoted};
 
 use crate::backend::{
-    AcquireResult, Attempt, Capabilities, ExtendOutcome, Grant, Holder, LockBackend, LockInfo, LockInfoDebug,
+    AcquireResult, Attempt, Capabilities, ExtendOutcome, Grant, Holder, LockBackend, LockInfo, LockInfoRaw,
     Lookup, OnHeard, ReleaseOutcome, RenewOutcome, Renewal, TimeAuthority, Watch,
 };
 use crate::cancel::CancelToken;
@@ -422,7 +422,7 @@ impl LockBackend for PostgresBackend {
         self.source.unreserve()
     }
 
-    fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoDebug>> {
+    fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoRaw>> {
         read::lookup(self, what, self.end(), cancel)
     }
 

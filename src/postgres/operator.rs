@@ -10,7 +10,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::backend::{LockInfo, LockInfoDebug};
+use crate::backend::{LockInfo, LockInfoRaw};
 use crate::cancel::CancelToken;
 use crate::error::{LockError, Result};
 use crate::model::fence::{FENCE_MAX, Fence};
@@ -103,7 +103,7 @@ impl Operator {
     ///
     /// None.
     pub fn holders(&self, limit: u32) -> Result<Vec<LockInfo>> {
-        Ok(self.holders_raw(limit)?.iter().map(LockInfoDebug::sanitized).collect())
+        Ok(self.holders_raw(limit)?.iter().map(LockInfoRaw::sanitized).collect())
     }
 
     /// The same with raw keys and lock ids: **sensitive**, for debugging. The role needs to read `lock_id`.
@@ -115,7 +115,7 @@ impl Operator {
     /// # Cancellation
     ///
     /// None.
-    pub fn holders_raw(&self, limit: u32) -> Result<Vec<LockInfoDebug>> {
+    pub fn holders_raw(&self, limit: u32) -> Result<Vec<LockInfoRaw>> {
         self.ask(|at| {
             let (locks, alive) = (&at.tables.locks, live("l.expires_at_ms", "t.now"));
             format!(
@@ -422,9 +422,9 @@ fn take_away(at: &Located, calls: bool) -> Statement {
 }
 
 /// A row `(user key, lock id, expiry, acquisition, fence, …)`.
-fn lease(row: &Row) -> Result<LockInfoDebug> {
+fn lease(row: &Row) -> Result<LockInfoRaw> {
     let fence = required(text(row, 4)?)?.parse().map_err(|error| malformed().with_source(error))?;
-    Ok(LockInfoDebug::new(
+    Ok(LockInfoRaw::new(
         required(text(row, 0)?)?.to_owned(),
         required(text(row, 1)?)?.to_owned(),
         required(int(row, 2)?)?,

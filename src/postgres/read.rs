@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use crate::backend::{Holder, LockInfoDebug, Lookup};
+use crate::backend::{Holder, LockInfoRaw, Lookup};
 use crate::cancel::CancelToken;
 use crate::error::Result;
 use crate::model::fence::Fence;
@@ -74,7 +74,7 @@ pub(crate) fn lookup(
     what: Lookup<'_>,
     end: Instant,
     cancel: &CancelToken,
-) -> Result<Option<LockInfoDebug>> {
+) -> Result<Option<LockInfoRaw>> {
     match what {
         Lookup::Key(key) => {
             let key = Key::new(key)?;
@@ -105,14 +105,14 @@ fn is_the_one(asked: Option<&str>, found: &str, expires_at_ms: i64, now_ms: i64)
 
 /// A row `(user key, lock id, expiry, acquisition, fence, clock)` as a live lease; with the asked-for
 /// id compared once more, since an index alone does not prove ownership.
-fn live_row(row: &Row, lock_id: Option<&str>) -> Result<Option<LockInfoDebug>> {
+fn live_row(row: &Row, lock_id: Option<&str>) -> Result<Option<LockInfoRaw>> {
     let found = required(text(row, 1)?)?;
     let (expires_at_ms, now_ms) = (required(int(row, 2)?)?, required(int(row, 5)?)?);
     if !is_the_one(lock_id, found, expires_at_ms, now_ms) {
         return Ok(None);
     }
     let fence = required(text(row, 4)?)?.parse().map_err(|error| malformed().with_source(error))?;
-    Ok(Some(LockInfoDebug::new(
+    Ok(Some(LockInfoRaw::new(
         required(text(row, 0)?)?.to_owned(),
         found.to_owned(),
         expires_at_ms,

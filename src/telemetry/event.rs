@@ -10,6 +10,7 @@ use crate::threads::Foreign;
 
 /// Which of the five operations an event is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
 pub enum Operation {
     /// An attempt to take a key.
     Acquire,
@@ -45,6 +46,7 @@ impl fmt::Display for Operation {
 
 /// How an operation ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
 pub enum EventResult {
     /// Acquired, released, extended, locked, found.
     Ok,

@@ -28,9 +28,10 @@ use std::time::Duration;
 
 use crate::support::{Call, Config, LIMIT, Place, Server, TTL, id, place, unique, wait_until};
 use postgres::Client;
+use syncguard::backend::{ExtendOutcome, ReleaseOutcome};
 use syncguard::{
-    AcquireResult, CancelToken, ErrorCode, ExtendOutcome, ExtendResult, LockBackend, Lookup, PgLockClient,
-    ReleaseOutcome, ReleaseResult, hash_key, is_live, make_storage_key, normalize_and_validate_key,
+    AcquireResult, CancelToken, ErrorCode, ExtendResult, LockBackend, Lookup, PgLockClient, ReleaseResult,
+    hash_key, is_live, make_storage_key, normalize_and_validate_key,
 };
 
 const FORMS: [bool; 2] = [false, true];

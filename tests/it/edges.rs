@@ -10,9 +10,9 @@
 use std::time::Duration;
 
 use crate::support::{Call, Config, Place, Server, TTL, id, unique};
+use syncguard::backend::{Clock, ExtendOutcome, ReleaseOutcome, RenewOutcome, Renewal};
 use syncguard::{
-    AcquireResult, CancelToken, Clock, ErrorCode, ExtendOutcome, LockBackend, Lookup, LostReason, Reason,
-    ReleaseOutcome, RenewOutcome, Renewal, TIME_TOLERANCE_MS,
+    AcquireResult, CancelToken, ErrorCode, LockBackend, Lookup, LostReason, Reason, TIME_TOLERANCE_MS,
 };
 
 const FORMS: [bool; 2] = [false, true];

@@ -12,7 +12,8 @@ use std::time::{Duration, Instant};
 use crate::support::proxy::BOUND;
 use crate::support::{Action, Call, LIMIT, Network, Place, Proxy, TTL, id, place, unique, wait_until};
 use postgres::{Client, NoTls};
-use syncguard::{Clock, ErrorCode, ExtendResult, LockBackend, Lookup, PgLockClient, ReleaseResult, Renewal};
+use syncguard::backend::{Clock, Renewal};
+use syncguard::{ErrorCode, ExtendResult, LockBackend, Lookup, PgLockClient, ReleaseResult};
 
 /// More than enough calls for the driver to prepare the statement.
 const OFTEN: usize = 20;

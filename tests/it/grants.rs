@@ -9,9 +9,9 @@ use std::time::Duration;
 use crate::support::{Config, LIMIT, Place, Role, Server, TTL, id, place, server};
 use postgres::NoTls;
 
+use syncguard::backend::{Attempt, Clock, Renewal};
 use syncguard::{
-    Attempt, CancelToken, Clock, ErrorCode, Fence, Heartbeat, LockBackend, LockError, LockOptions, Lookup,
-    PgLockClient, Renewal,
+    CancelToken, ErrorCode, Fence, Heartbeat, LockBackend, LockError, LockOptions, Lookup, PgLockClient,
 };
 
 const PAGE: &str = include_str!("../../docs/security.md");

@@ -10,10 +10,10 @@ use std::time::Duration;
 
 use crate::support::{Call, LIMIT, Scripted, TTL, id, logs, place, unique};
 use log::Level;
+use syncguard::backend::{Attempt, Clock, RenewOutcome, Renewal};
 use syncguard::{
-    AcquireResult, Attempt, Backoff, CancelToken, Clock, ErrorCode, ExtendResult, FENCE_MAX, FENCE_WARN,
-    Heartbeat, LockBackend, LockOptions, Lookup, MAX_TTL, PgLockClient, ReleaseResult, RenewOutcome, Renewal,
-    hash_key,
+    AcquireResult, Backoff, CancelToken, ErrorCode, ExtendResult, FENCE_MAX, FENCE_WARN, Heartbeat,
+    LockBackend, LockOptions, Lookup, MAX_TTL, PgLockClient, ReleaseResult, hash_key,
 };
 
 const FORMS: [bool; 2] = [false, true];

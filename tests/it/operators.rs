@@ -10,9 +10,10 @@ use std::time::Duration;
 use crate::support::{
     Call, Config, LIMIT, Place, Role, Server, TTL, id, logs, place, unique, wait_until, wait_until_app_waits,
 };
+use syncguard::backend::ReleaseOutcome;
 use syncguard::{
     CLEANUP_GUARD_MS, CancelToken, ErrorCode, ExtendResult, LockBackend, Lookup, PgLockClient, Reason,
-    ReleaseOutcome, hash_key,
+    hash_key,
 };
 
 #[test]
@@ -27,7 +28,7 @@ fn holders_are_the_live_leases_those_that_end_last_first() {
     let keys: Vec<_> = raw.iter().map(|info| info.key.as_str()).collect();
     assert!(keys == ["long", "short", "nearly over"] || keys == ["long", "short"], "{keys:?}");
     let holders = operator.holders(2).unwrap();
-    assert_eq!(holders, raw.iter().take(2).map(syncguard::LockInfoDebug::sanitized).collect::<Vec<_>>());
+    assert_eq!(holders, raw.iter().take(2).map(syncguard::LockInfoRaw::sanitized).collect::<Vec<_>>());
     let shown = format!("{holders:?} {raw:?}");
     assert!(!shown.contains("short") && !shown.contains(&id("short")), "{shown}");
     assert_eq!(holders[0].key_hash, hash_key("long"));

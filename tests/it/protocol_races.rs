@@ -15,9 +15,10 @@ use std::time::{Duration, Instant};
 use crate::support::script::{Kind, Script};
 use crate::support::{Call, LIMIT, Place, Scripted, Stored, TTL, id, place, unique};
 use postgres::Client;
+use syncguard::backend::{Attempt, Clock, ExtendOutcome, ReleaseOutcome};
 use syncguard::{
-    AcquireResult, Attempt, CancelToken, Clock, ErrorCode, ExtendOutcome, ExtendResult, LockBackend,
-    LockOptions, PgLockClient, Reason, ReleaseOutcome, ReleaseResult, Result,
+    AcquireResult, CancelToken, ErrorCode, ExtendResult, LockBackend, LockOptions, PgLockClient, Reason,
+    ReleaseResult, Result,
 };
 
 /// One message or two: whether the call has a token to look at in between.

@@ -14,9 +14,9 @@ use std::time::Duration;
 use crate::support::{Call, LIMIT, Place, Role, TTL, place, unique, wait_until};
 use postgres::{Config, NoTls};
 use r2d2_postgres::PostgresConnectionManager;
+use syncguard::backend::{ExtendOutcome, ReleaseOutcome};
 use syncguard::{
-    AcquireResult, CancelToken, ExtendOutcome, LockBackend, LockOptions, Lookup, PgLockClient,
-    PgLockClientBuilder, ReleaseOutcome, Result,
+    AcquireResult, CancelToken, LockBackend, LockOptions, Lookup, PgLockClient, PgLockClientBuilder, Result,
 };
 
 const FORMS: [bool; 2] = [false, true];

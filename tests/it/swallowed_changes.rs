@@ -8,9 +8,8 @@ use std::fmt::Debug;
 use std::time::Duration;
 
 use crate::support::{Place, TTL, id, place};
-use syncguard::{
-    Attempt, CancelToken, Clock, ErrorCode, LockBackend, LockError, LockOptions, ReleaseOutcome, Renewal,
-};
+use syncguard::backend::{Attempt, Clock, ReleaseOutcome, Renewal};
+use syncguard::{CancelToken, ErrorCode, LockBackend, LockError, LockOptions};
 
 /// One message or two: whether the call has a token to look at in between.
 const FORMS: [bool; 2] = [false, true];

@@ -10,10 +10,10 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crate::support::{LIMIT, logs, wait_until};
+use syncguard::backend::{Attempt, Clock, Renewal};
 use syncguard::{
-    AdvisoryKey, AdvisoryOptions, Attempt, CancelToken, ClientSettings, Clock, ErrorCode, Fence, LockBackend,
-    LockClient, LockError, LockOptions, Lookup, MemoryBackend, PgLockClient, Renewal, TelemetryOptions,
-    with_telemetry,
+    AdvisoryKey, AdvisoryOptions, CancelToken, ClientSettings, ErrorCode, Fence, LockBackend, LockClient,
+    LockError, LockOptions, Lookup, MemoryBackend, PgLockClient, TelemetryOptions, with_telemetry,
 };
 
 const TTL: Duration = Duration::from_secs(30);
@@ -108,7 +108,7 @@ fn no_public_type_shows_a_key_a_lock_id_or_a_password() {
     for lookup in [Lookup::Key(KEY), Lookup::LockId(&grant.lock_id)] {
         shown.debug("Lookup", &lookup);
         shown.debug("LockInfo", &client.lookup(lookup).unwrap());
-        shown.debug("LockInfoDebug", &client.lookup_raw(lookup, &CancelToken::never()).unwrap());
+        shown.debug("LockInfoRaw", &client.lookup_raw(lookup, &CancelToken::never()).unwrap());
     }
     let deadline = Clock::system().now().after(LIMIT);
     shown.debug("Attempt", &Attempt { key: KEY, ttl: TTL, lock_id: &grant.lock_id, deadline });

@@ -11,9 +11,8 @@ use crate::support::listeners::{assert_called, listeners, wait_for_listener, wai
 use crate::support::{LIMIT, Place, Worker, place, wait_until, worker};
 use postgres::Client;
 use postgres::fallible_iterator::FallibleIterator as _;
-use syncguard::{
-    CancelToken, Heard, LockBackend as _, LockGuard, PgLockClient, ReleaseResult, TelemetryOptions,
-};
+use syncguard::backend::Heard;
+use syncguard::{CancelToken, LockBackend as _, LockGuard, PgLockClient, ReleaseResult, TelemetryOptions};
 
 /// Somebody who hears every call in the database.
 struct Spy {

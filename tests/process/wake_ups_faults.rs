@@ -16,9 +16,8 @@ use crate::support::proxy::{Action, Proxy};
 use crate::support::wire::Wire;
 use crate::support::{Config, LIMIT, Place, Role, Server, logs, place, wait_until};
 use postgres::Client;
-use syncguard::{
-    CancelToken, Heard, LockBackend as _, PgLockClient, PgLockClientBuilder, ReleaseResult, Watch,
-};
+use syncguard::backend::{Heard, Watch};
+use syncguard::{CancelToken, LockBackend as _, PgLockClient, PgLockClientBuilder, ReleaseResult};
 
 #[test]
 fn behind_a_pooler_nothing_is_left_in_its_sessions_and_waiters_look() {

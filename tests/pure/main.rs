@@ -18,6 +18,7 @@
 #[path = "../support/source.rs"]
 mod source;
 
+mod api_guidelines;
 mod architecture;
 mod documents;
 mod memory;

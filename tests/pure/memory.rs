@@ -7,11 +7,9 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use syncguard::backend::{Attempt, LockBackend, Lookup, Renewal};
+use syncguard::backend::{ExtendOutcome, ReleaseOutcome, RenewOutcome, TimeAuthority};
 use syncguard::memory::{Call, Fault, Loss};
-use syncguard::{
-    AcquireResult, CancelToken, Capabilities, ErrorCode, ExtendOutcome, LostReason, MemoryBackend,
-    ReleaseOutcome, RenewOutcome, TimeAuthority,
-};
+use syncguard::{AcquireResult, CancelToken, Capabilities, ErrorCode, LostReason, MemoryBackend};
 
 const TTL: Duration = Duration::from_secs(30);
 const LIMIT: Duration = Duration::from_secs(30);
@@ -179,7 +177,7 @@ fn a_lost_answer_leaves_the_work_done_and_a_lost_request_does_not() {
     let backend = MemoryBackend::manual();
     let attempt = |id| {
         backend.attempt(
-            &Attempt { key: "k", lock_id: id, ttl: TTL, deadline: syncguard::Moment::NEVER },
+            &Attempt { key: "k", lock_id: id, ttl: TTL, deadline: syncguard::backend::Moment::NEVER },
             &never(),
         )
     };

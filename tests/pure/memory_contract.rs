@@ -86,10 +86,8 @@ mod the_suite_notices {
 
     use super::{Arc, Harness, LockBackend, Memory, MemoryBackend, bare};
     use syncguard::backend::Lookup;
-    use syncguard::{
-        AcquireResult, CancelToken, Capabilities, ExtendOutcome, LockInfo, LockInfoDebug, ReleaseOutcome,
-        Result,
-    };
+    use syncguard::backend::{ExtendOutcome, ReleaseOutcome};
+    use syncguard::{AcquireResult, CancelToken, Capabilities, LockInfo, LockInfoRaw, Result};
     use syncguard_contract::CASES;
 
     /// A backend with one fault in it.
@@ -135,7 +133,7 @@ mod the_suite_notices {
             self.inner.lookup(what, cancel)
         }
 
-        fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoDebug>> {
+        fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoRaw>> {
             self.inner.lookup_raw(what, cancel)
         }
 

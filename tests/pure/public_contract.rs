@@ -13,8 +13,8 @@ use postgres::{Client, Config, NoTls, Transaction};
 use syncguard::{
     AcquireResult, Acquired, AdvisoryGuard, AdvisoryKey, AdvisoryOptions, Backoff, CancelToken, Capabilities,
     CloseReport, ErrorCode, ExtendResult, Fence, Heartbeat, Jitter, LockBackend, LockError, LockGuard,
-    LockInfo, LockInfoDebug, LockOptions, Lookup, LostReason, MemoryBackend, PgLockClient,
-    PgLockClientBuilder, ReleaseErrorContext, ReleaseResult, Result, TelemetryOptions,
+    LockInfo, LockInfoRaw, LockOptions, Lookup, LostReason, MemoryBackend, PgLockClient, PgLockClientBuilder,
+    ReleaseErrorContext, ReleaseResult, Result, TelemetryOptions,
 };
 
 type Pool = r2d2::Pool<r2d2_postgres::PostgresConnectionManager<NoTls>>;
@@ -93,8 +93,8 @@ fn operations(client: &PgLockClient, ttl: Duration) -> Result<()> {
     let _: Capabilities = client.capabilities();
     let _: Option<LockInfo> = client.get_by_key("a")?;
     let _: Option<LockInfo> = client.get_by_id("id")?;
-    let _: Option<LockInfoDebug> = client.get_by_key_raw("a")?;
-    let _: Option<LockInfoDebug> = client.get_by_id_raw("id")?;
+    let _: Option<LockInfoRaw> = client.get_by_key_raw("a")?;
+    let _: Option<LockInfoRaw> = client.get_by_id_raw("id")?;
     let _: bool = client.owns("id")?;
     Ok(())
 }
@@ -102,8 +102,8 @@ fn operations(client: &PgLockClient, ttl: Duration) -> Result<()> {
 fn diagnosis(backend: &impl LockBackend) -> Result<()> {
     let _: Option<LockInfo> = syncguard::get_by_key(backend, "a")?;
     let _: Option<LockInfo> = syncguard::get_by_id(backend, "id")?;
-    let _: Option<LockInfoDebug> = syncguard::get_by_key_raw(backend, "a")?;
-    let _: Option<LockInfoDebug> = syncguard::get_by_id_raw(backend, "id")?;
+    let _: Option<LockInfoRaw> = syncguard::get_by_key_raw(backend, "a")?;
+    let _: Option<LockInfoRaw> = syncguard::get_by_id_raw(backend, "id")?;
     let _: bool = syncguard::owns(backend, "id")?;
     let _: Capabilities = backend.capabilities();
     Ok(())

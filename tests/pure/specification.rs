@@ -9,9 +9,10 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
+use syncguard::backend::TimeAuthority;
 use syncguard::{
     BACKEND_LIMIT_POSTGRES, ErrorCode, FENCE_MAX, FENCE_WARN, Fence, LockBackend, MAX_KEY_LENGTH_BYTES,
-    PgLockClient, RESERVE_BYTES_POSTGRES, TIME_TOLERANCE_MS, TimeAuthority,
+    PgLockClient, RESERVE_BYTES_POSTGRES, TIME_TOLERANCE_MS,
 };
 
 fn top() -> &'static Path {

@@ -9,10 +9,10 @@ use std::thread;
 use std::time::Duration;
 
 use postgres::Client;
+use syncguard::backend::{Attempt, ExtendOutcome, Heard, Moment, OnHeard, ReleaseOutcome, Watch};
 use syncguard::{
-    AcquireResult, Attempt, Backoff, CancelToken, Capabilities, ExtendOutcome, Heard, LockBackend,
-    LockClient, LockGuard, LockInfo, LockInfoDebug, LockOptions, Lookup, Moment, OnHeard, PgLockClient,
-    ReleaseOutcome, Result, Watch,
+    AcquireResult, Backoff, CancelToken, Capabilities, LockBackend, LockClient, LockGuard, LockInfo,
+    LockInfoRaw, LockOptions, Lookup, PgLockClient, Result,
 };
 
 use super::wait::{LIMIT, wait_until};
@@ -66,7 +66,7 @@ impl LockBackend for Blind {
     fn lookup(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfo>> {
         LockBackend::lookup(&self.0, what, cancel)
     }
-    fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoDebug>> {
+    fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoRaw>> {
         LockBackend::lookup_raw(&self.0, what, cancel)
     }
     fn capabilities(&self) -> Capabilities {

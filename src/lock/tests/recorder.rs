@@ -7,7 +7,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use crate::backend::{
-    AcquireResult, Attempt, Capabilities, ExtendOutcome, Grant, LockBackend, LockInfo, LockInfoDebug, Lookup,
+    AcquireResult, Attempt, Capabilities, ExtendOutcome, Grant, LockBackend, LockInfo, LockInfoRaw, Lookup,
     OnHeard, ReleaseOutcome, RenewOutcome, Renewal, Watch,
 };
 use crate::cancel::CancelToken;
@@ -152,7 +152,7 @@ impl Recorder {
     }
 
     /// The key's live lease.
-    pub(super) fn row(&self, key: &str) -> Option<LockInfoDebug> {
+    pub(super) fn row(&self, key: &str) -> Option<LockInfoRaw> {
         self.memory.lookup_raw(Lookup::Key(key), &CancelToken::never()).unwrap()
     }
 
@@ -332,7 +332,7 @@ impl LockBackend for Recorder {
         self.memory.lookup(what, cancel)
     }
 
-    fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoDebug>> {
+    fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoRaw>> {
         self.memory.lookup_raw(what, cancel)
     }
 

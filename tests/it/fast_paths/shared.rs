@@ -1,7 +1,8 @@
 //! Sessions in which others do as they like between two calls: an application on its own pool, a pooler,
 //! whoever has a session of ours forget what it has prepared.
 
-use syncguard::{AcquireResult, AdvisoryKey, CancelToken, ExtendOutcome, LockBackend, ReleaseOutcome};
+use syncguard::backend::{ExtendOutcome, ReleaseOutcome};
+use syncguard::{AcquireResult, AdvisoryKey, CancelToken, LockBackend};
 
 use super::*;
 use crate::support::wire::Wire;

@@ -6,7 +6,8 @@ use postgres::{Client, NoTls};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use r2d2_postgres::PostgresConnectionManager;
-use syncguard::{RenewOutcome, normalize_and_validate_key};
+use syncguard::backend::RenewOutcome;
+use syncguard::normalize_and_validate_key;
 
 /// Occupies a name on every connection, so that the client cannot prepare and writes everything out,
 /// as it does behind a pooler.

@@ -115,7 +115,7 @@ fn answer(client: &PgLockClient, kind: Kind, key: &str, token: &CancelToken) -> 
         }
         Kind::Extend => LockBackend::extend(client, &mine, TTL, token).map(|answer| match answer {
             ExtendOutcome::Extended { .. } => "extended".into(),
-            refused @ ExtendOutcome::NotHeld(_) => format!("{refused:?}"),
+            refused => format!("{refused:?}"),
         }),
         Kind::Release => LockBackend::release(client, &mine, token).map(|answer| format!("{answer:?}")),
     }

@@ -7,10 +7,10 @@
 use std::fmt::Debug;
 use std::time::Duration;
 
+use syncguard::backend::{Attempt, ExtendOutcome, Moment, ReleaseOutcome, RenewOutcome, Renewal};
 use syncguard::{
-    AcquireResult, Attempt, CLEANUP_GUARD_MS, CancelToken, ErrorCode, ExtendOutcome, Fence, LockBackend,
-    LockError, LockInfoDebug, Lookup, LostReason, MemoryBackend, Moment, PgLockClient, Reason,
-    ReleaseOutcome, RenewOutcome, Renewal, TIME_TOLERANCE_MS,
+    AcquireResult, CLEANUP_GUARD_MS, CancelToken, ErrorCode, Fence, LockBackend, LockError, LockInfoRaw,
+    Lookup, LostReason, MemoryBackend, PgLockClient, Reason, TIME_TOLERANCE_MS,
 };
 
 use crate::sequences::server::{MAX_DRIFT_MS, Tables, TooSlow};
@@ -265,7 +265,7 @@ impl<'a> World<'a> {
     fn lookup(&mut self, what: Lookup<'_>, form: Form) -> Result<(), Stop> {
         let token = self.token(form);
         let (expected, found) = (self.model.lookup_raw(what, &token), self.client.lookup_raw(what, &token));
-        let acquired_at = |info: &Result<Option<LockInfoDebug>, LockError>| {
+        let acquired_at = |info: &Result<Option<LockInfoRaw>, LockError>| {
             info.as_ref().ok().and_then(Option::as_ref).map(|info| info.acquired_at_ms)
         };
         let began = (acquired_at(&expected), acquired_at(&found));
@@ -397,6 +397,7 @@ fn released(answer: Result<ReleaseOutcome, LockError>) -> Answer<Outcome<Reason>
     let outcome = answer.map(|outcome| match outcome {
         ReleaseOutcome::Released => Outcome::Done,
         ReleaseOutcome::NotHeld(reason) => Outcome::Refused(reason),
+        other => panic!("{other:?}"),
     });
     (outcome.map_err(|error| code(&error)), None)
 }
@@ -405,6 +406,7 @@ fn extended(answer: Result<ExtendOutcome, LockError>) -> Answer<Outcome<Reason>>
     match answer {
         Ok(ExtendOutcome::Extended { expires_at_ms }) => (Ok(Outcome::Done), Some(expires_at_ms)),
         Ok(ExtendOutcome::NotHeld(reason)) => (Ok(Outcome::Refused(reason)), None),
+        Ok(other) => panic!("{other:?}"),
         Err(error) => (Err(code(&error)), None),
     }
 }
@@ -415,11 +417,12 @@ fn renewed(answer: Result<RenewOutcome, LockError>) -> Answer<Outcome<LostReason
         Ok(RenewOutcome::Renewed { expires_at_ms, .. }) => (Ok(Outcome::Done), Some(expires_at_ms)),
         Ok(RenewOutcome::Lost(reason)) => (Ok(Outcome::Refused(Some(reason))), None),
         Ok(RenewOutcome::Busy) => (Ok(Outcome::Refused(None)), None),
+        Ok(other) => panic!("{other:?}"),
         Err(error) => (Err(code(&error)), None),
     }
 }
 
-fn looked_up(answer: Result<Option<LockInfoDebug>, LockError>) -> Answer<Option<(String, String, u64)>> {
+fn looked_up(answer: Result<Option<LockInfoRaw>, LockError>) -> Answer<Option<(String, String, u64)>> {
     match answer {
         Ok(Some(info)) => (Ok(Some((info.key, info.lock_id, info.fence.get()))), Some(info.expires_at_ms)),
         Ok(None) => (Ok(None), None),

@@ -77,8 +77,8 @@ fn a_grant_and_an_extension_are_durable_and_a_release_need_not_be() {
                 [format!("syncguard_locks UPDATE {durable}")],
                 "extend, {level}, {two}"
             );
-            let deadline = syncguard::Clock::system().now().after(LIMIT);
-            let renewal = syncguard::Renewal {
+            let deadline = syncguard::backend::Clock::system().now().after(LIMIT);
+            let renewal = syncguard::backend::Renewal {
                 key: &key,
                 lock_id: &grant.lock_id,
                 fence: syncguard::Fence::new(1).unwrap(),
@@ -110,8 +110,8 @@ fn an_attempt_that_is_asked_for_again_commits_as_durably() {
     role.set(&place.schema, "synchronous_commit", "off");
     let client = role.connect(PgLockClient::builder()).unwrap();
     let (key, id) = (place.key("a"), crate::support::id("mine"));
-    let deadline = syncguard::Clock::system().now().after(LIMIT);
-    let attempt = syncguard::Attempt { key: &key, lock_id: &id, ttl: TTL, deadline };
+    let deadline = syncguard::backend::Clock::system().now().after(LIMIT);
+    let attempt = syncguard::backend::Attempt { key: &key, lock_id: &id, ttl: TTL, deadline };
     let first = client.attempt(&attempt, &token(false)).unwrap();
     commits(&place);
     for two in FORMS {

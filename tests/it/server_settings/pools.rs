@@ -133,8 +133,8 @@ fn a_plan_from_when_the_table_was_tiny_does_not_become_a_sequential_scan() {
             LockBackend::lookup(client, Lookup::Key(key), &token).unwrap().unwrap();
             LockBackend::lookup(client, Lookup::LockId(&held.lock_id), &token).unwrap().unwrap();
             LockBackend::extend(client, &held.lock_id, TTL, &token).unwrap();
-            let deadline = syncguard::Clock::system().now().after(LIMIT);
-            let renewal = syncguard::Renewal {
+            let deadline = syncguard::backend::Clock::system().now().after(LIMIT);
+            let renewal = syncguard::backend::Renewal {
                 key,
                 lock_id: &held.lock_id,
                 fence: syncguard::Fence::new(1).unwrap(),

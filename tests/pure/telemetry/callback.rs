@@ -59,7 +59,7 @@ fn a_callback_that_panics_fails_nothing_and_is_called_again() {
     for n in 1..=10 {
         let id = acquire(&backend, "k");
         assert_eq!(backend.inner().counter("k"), Some(n));
-        assert_eq!(backend.release(&id, &never()).unwrap(), syncguard::ReleaseOutcome::Released);
+        assert_eq!(backend.release(&id, &never()).unwrap(), syncguard::backend::ReleaseOutcome::Released);
     }
     assert!(backend.handle().flush(LIMIT));
     assert_eq!((backend.handle().panics(), calls.load(Ordering::SeqCst)), (20, 20));
