@@ -211,12 +211,12 @@ impl Drop for Acquirer {
     }
 }
 
-/// `refused`: whether the server said that another session holds the lock; only the server can.
+/// `refused`: whether the server said that another session has the key; only the server can.
 fn timed_out(start: Instant, refused: bool) -> LockError {
     let waited = start.elapsed().as_secs_f64();
     LockError::new(ErrorCode::AcquisitionTimeout).with_message(if refused {
         format!(
-            "the session lock was held by another session for {waited:.1} s: raise timeout, or see advisory_holders()"
+            "the session lock's key was held by another session for {waited:.1} s: raise timeout, or see advisory_holders()"
         )
     } else {
         format!(

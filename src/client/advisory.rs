@@ -79,9 +79,9 @@ impl PgLockClient {
 
     /// Waits for a session lock; see [`try_advisory_lock_with`](Self::try_advisory_lock_with).
     ///
-    /// Threads of this client that want the same key are served in the order in which they came; between processes chance decides. A
-    /// waiter keeps no connection and no statement waits in the server: it asks again after pauses of
-    /// at most 50 ms.
+    /// Threads of this client that want the same key are served in the order in which they came; between
+    /// processes chance decides. A waiter keeps no connection and no statement waits in the server: it
+    /// asks again after pauses of at most 50 ms.
     ///
     /// # Errors
     ///
