@@ -155,8 +155,10 @@ mod lock;
 pub mod memory;
 mod model;
 mod postgres;
+mod sync;
 pub mod telemetry;
 mod threads;
+mod waiting;
 
 // What programs type. What only authors of a backend need is in `backend`, and nowhere else.
 pub use client::{PgLockClient, PgLockClientBuilder};

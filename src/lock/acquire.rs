@@ -16,7 +16,7 @@
 //! `try_lock` does not queue and may overtake this process's waiters, as `try_lock` of a mutex does:
 //! its `None` always means that the server said so, and one attempt cannot starve a queue.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::backend::{Attempt, Grant, Heard, Holder, LostReason, RenewOutcome, Renewal, Watch};
@@ -27,13 +27,13 @@ use crate::lock::engine::Engine;
 use crate::lock::guard::LockGuard;
 use crate::lock::lease::{Lease, TOLERANCE, Terms};
 use crate::lock::options::{Heartbeat, ResolvedOptions};
-use crate::lock::queue::QueuePlace;
 use crate::lock::registry::{GuardState, PendingRelease};
 use crate::lock::report::{ReleaseErrorContext, ReleaseSource};
-use crate::lock::signal::{FREED, LISTENING, LOOK, SignalEntry};
 use crate::lock::worker;
 use crate::model::lock_id::LockId;
 use crate::model::time::Moment;
+use crate::sync::Mutex;
+use crate::waiting::{FREED, LISTENING, LOOK, QueuePlace};
 
 /// One attempt.
 pub(super) fn try_lock(
@@ -104,9 +104,9 @@ struct Waiter<'a> {
     engine: &'a Arc<Engine>,
     key: &'a Arc<str>,
     token: &'a CancelToken,
-    place: QueuePlace,
-    /// Through which close and cancel reach this waiter; made when it first sleeps.
-    registration: Option<(SignalEntry, Option<Subscription>)>,
+    place: QueuePlace<Arc<str>>,
+    /// Through which the token reaches this waiter; made when it first sleeps.
+    registration: Option<Subscription>,
     /// The backend's watch over the key; looked after while this waiter is its key's first.
     watch: Option<Box<dyn Watch>>,
     /// When the backend is asked for it.
@@ -139,7 +139,7 @@ impl Waiter<'_> {
             if turn >= options.max_attempts {
                 return Err(self.timed_out(None));
             }
-            let pause_end = self.engine.clock.now().after(options.delays.draw(turn));
+            let pause_end = self.engine.clock.now().after(options.delays.before(turn));
             if let Some(guard) = self.pause(client, key, options, pause_end)? {
                 return Ok(guard);
             }
@@ -277,10 +277,9 @@ impl Waiter<'_> {
 
     /// Sleeps until a signal, or that moment; an error if the wait as a whole is over.
     fn sleep(&mut self, until: Moment) -> Result<u8> {
-        if self.registration.is_none() {
+        if self.registration.is_none() && !self.token.is_never() {
             let signal = Arc::clone(self.place.signal());
-            let registered = self.engine.signals.add(&signal);
-            self.registration = Some((registered, self.token.subscribe(move || signal.notify(LOOK))));
+            self.registration = self.token.subscribe(move || signal.notify(LOOK));
         }
         self.check()?;
         let calls = self.place.signal().sleep_until(&self.engine.clock, until.min(self.end));

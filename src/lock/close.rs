@@ -1,7 +1,6 @@
 //! The orderly end of a client.
 
 use std::sync::Arc;
-use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -9,10 +8,10 @@ use crate::backend::LostReason;
 use crate::lock::engine::Engine;
 use crate::lock::registry::PendingRelease;
 use crate::lock::report::ReleaseSource;
-use crate::lock::signal::{LOOK, locked};
 use crate::lock::worker;
 use crate::model::time::{Moment, deadline_after};
 use crate::threads::{hand_over, not_here, quietly};
+use crate::waiting::LOOK;
 
 /// What closing a client did with the leases it had.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -44,13 +43,13 @@ impl CloseReport {
 /// Closes the engine within `limit`, by the system's clock whatever the backend's is.
 pub(super) fn close(engine: &Arc<Engine>, limit: Duration) -> CloseReport {
     let end = deadline_after(limit);
-    let before = locked(&engine.registry.worker_queue).totals;
+    let before = engine.registry.worker_queue.lock().totals;
     let first = !engine.closed.swap(true, Ordering::SeqCst);
-    engine.signals.notify_all();
+    engine.queue.notify_all();
     // Another close that runs at the same time must not send the worker home before it has them.
-    locked(&engine.registry.worker_queue).closing += 1;
+    engine.registry.worker_queue.lock().closing += 1;
     let refused = unregister_guards(engine);
-    locked(&engine.registry.worker_queue).closing -= 1;
+    engine.registry.worker_queue.lock().closing -= 1;
     engine.registry.progress.notify_all();
     engine.registry.worker_signal.notify(LOOK);
     let on_worker = engine.on_worker_thread();
@@ -74,7 +73,7 @@ pub(super) fn close(engine: &Arc<Engine>, limit: Duration) -> CloseReport {
 /// Tells every holder, and hands every lease to the worker. Returns how many it could not take.
 fn unregister_guards(engine: &Engine) -> usize {
     let guards = {
-        let mut deadlines = locked(&engine.registry.deadlines);
+        let mut deadlines = engine.registry.deadlines.lock();
         deadlines.closed = true;
         std::mem::take(&mut deadlines.guards)
     };
@@ -82,7 +81,7 @@ fn unregister_guards(engine: &Engine) -> usize {
     let mut refused = 0;
     for state in guards.into_values() {
         let (lost, ended, over_at, lease_end) = {
-            let mut lease = locked(&state.lease);
+            let mut lease = state.lease.lock();
             let lost = lease.lose(LostReason::Closed);
             (lost, lease.end_now(), lease.surely_over(now), lease.end())
         };
@@ -101,7 +100,7 @@ fn unregister_guards(engine: &Engine) -> usize {
 
 /// From here on leases that are kept for their `min_hold` are cut to it, instead of waited for.
 fn release_early(engine: &Engine) {
-    let mut queue = locked(&engine.registry.worker_queue);
+    let mut queue = engine.registry.worker_queue.lock();
     queue.ending = Some(engine.clock.now());
     let kept: Vec<_> = std::iter::from_fn(|| queue.releases.pop(Moment::NEVER)).collect();
     let now = engine.clock.now();
@@ -114,26 +113,22 @@ fn release_early(engine: &Engine) {
 
 /// Waits until the worker has nothing left to release.
 fn wait_for_releases(engine: &Engine, end: Instant) {
-    let mut queue = locked(&engine.registry.worker_queue);
-    while !queue.worker_ended && (!queue.releases.is_empty() || queue.in_progress > 0 || queue.closing > 0) {
-        let rest = end.saturating_duration_since(Instant::now());
-        if rest.is_zero() {
-            return;
-        }
-        queue = engine.registry.progress.wait_timeout(queue, rest).unwrap_or_else(PoisonError::into_inner).0;
-    }
+    let queue = engine.registry.worker_queue.lock();
+    let _ = engine.registry.progress.wait_while(queue, end, |queue| {
+        !queue.worker_ended && (!queue.releases.is_empty() || queue.in_progress > 0 || queue.closing > 0)
+    });
 }
 
 fn end_threads(engine: &Arc<Engine>, end: Instant, on_worker: bool, first: bool) -> CloseReport {
     let worker_runs = {
-        let mut threads = locked(&engine.threads);
+        let mut threads = engine.threads.lock();
         threads.over = true;
         threads.worker.is_some()
     };
-    locked(&engine.registry.deadlines).ending = true;
+    engine.registry.deadlines.lock().ending = true;
     engine.registry.timer_signal.notify(LOOK);
     let mut report = {
-        let mut queue = locked(&engine.registry.worker_queue);
+        let mut queue = engine.registry.worker_queue.lock();
         queue.ending.get_or_insert(engine.clock.now());
         let mut report = queue.totals;
         report.pending = queue.releases.len() + queue.in_progress;
@@ -155,17 +150,14 @@ fn end_threads(engine: &Arc<Engine>, end: Instant, on_worker: bool, first: bool)
 /// Waits for the two threads, and a moment longer than asked: they have nothing left to do.
 fn join(engine: &Engine, end: Instant) -> bool {
     let end = end.max(deadline_after(Duration::from_millis(50)));
-    let mut running = locked(&engine.registry.running);
-    while *running > 0 {
-        let rest = end.saturating_duration_since(Instant::now());
-        if rest.is_zero() {
-            return false;
-        }
-        running = engine.registry.ended.wait_timeout(running, rest).unwrap_or_else(PoisonError::into_inner).0;
-    }
+    let running = engine.registry.running.lock();
+    let (running, all_ended) = engine.registry.ended.wait_while(running, end, |running| *running > 0);
     drop(running);
+    if !all_ended {
+        return false;
+    }
     let (timer, worker) = {
-        let mut threads = locked(&engine.threads);
+        let mut threads = engine.threads.lock();
         (threads.timer.take(), threads.worker.take())
     };
     for thread in [timer, worker].into_iter().flatten() {

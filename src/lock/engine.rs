@@ -9,29 +9,28 @@
 //! threads that it has not got: there nothing is locked, nothing is asked and nothing is dropped. Its
 //! guards do not hold, every call is refused.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
 use crate::backend::LockBackend;
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
-use crate::lock::queue::Queue;
 use crate::lock::registry::{PendingRelease, Registry};
 use crate::lock::report::OnReleaseError;
-use crate::lock::signal::{LOOK, SignalSet, locked};
 use crate::lock::{timer, worker};
 use crate::model::time::{Clock, Moment};
+use crate::sync::{Condvar, Mutex};
 use crate::threads::{drop_legally, hand_over, locals_gone, not_here, quietly, spawn};
+use crate::waiting::{LOOK, WaiterQueue};
 
 pub(super) struct Engine {
     pub(super) backend: Arc<dyn LockBackend>,
     pub(super) clock: Clock,
     pub(super) dispose_timeout: Duration,
     pub(super) on_release_error: Option<OnReleaseError>,
-    pub(super) queue: Arc<Queue>,
-    pub(super) signals: Arc<SignalSet>,
+    pub(super) queue: Arc<WaiterQueue<Arc<str>>>,
     pub(super) registry: Arc<Registry>,
     pub(super) closed: AtomicBool,
     /// Whether the log has heard that renewals fail.
@@ -83,16 +82,16 @@ impl Engine {
         let clock = backend.clock();
         let unreserves = !clock.is_manual();
         let registry = Arc::new(Registry::default());
-        let signals = Arc::new(SignalSet::default());
+        let queue = Arc::new(WaiterQueue::default());
         if clock.is_manual() {
-            let (registry, signals) = (Arc::downgrade(&registry), Arc::downgrade(&signals));
+            let (registry, queue) = (Arc::downgrade(&registry), Arc::downgrade(&queue));
             clock.on_advance(move || {
                 if let Some(registry) = registry.upgrade() {
                     registry.timer_signal.notify(LOOK);
                     registry.worker_signal.notify(LOOK);
                 }
-                if let Some(signals) = signals.upgrade() {
-                    signals.notify_all();
+                if let Some(queue) = queue.upgrade() {
+                    queue.notify_all();
                 }
             });
         }
@@ -101,8 +100,7 @@ impl Engine {
             clock,
             dispose_timeout,
             on_release_error,
-            queue: Arc::default(),
-            signals,
+            queue,
             registry,
             closed: AtomicBool::new(false),
             renewals_fail: AtomicBool::new(false),
@@ -147,7 +145,7 @@ impl Engine {
 
     /// Notes a call that closing waits for, also on a closed client.
     pub(super) fn enter_anyway(&self) -> Entered<'_> {
-        locked(&self.calls).running += 1;
+        self.calls.lock().running += 1;
         Entered(self)
     }
 
@@ -173,16 +171,9 @@ impl Engine {
 
     /// Waits until no call is under way. Whether that was so in time.
     pub(super) fn wait_for_calls(&self, end: Instant) -> bool {
-        let mut calls = locked(&self.calls);
-        while calls.running > 0 {
-            calls.awaited = true;
-            let rest = end.saturating_duration_since(Instant::now());
-            if rest.is_zero() {
-                return false;
-            }
-            calls = self.calls_done.wait_timeout(calls, rest).unwrap_or_else(PoisonError::into_inner).0;
-        }
-        true
+        let mut calls = self.calls.lock();
+        calls.awaited |= calls.running > 0;
+        self.calls_done.wait_while(calls, end, |calls| calls.running > 0).1
     }
 
     /// Starts the two threads, once.
@@ -190,7 +181,7 @@ impl Engine {
         if self.started.load(Ordering::Acquire) {
             return Ok(());
         }
-        let mut threads = locked(&self.threads);
+        let mut threads = self.threads.lock();
         if threads.over {
             return Err(LockError::closed());
         }
@@ -225,13 +216,13 @@ impl Engine {
 
     pub(super) fn on_worker_thread(&self) -> bool {
         // A thread without its thread-locals has no id any more, and is not in a callback of the worker's.
-        !locals_gone() && locked(&self.threads).worker_id == Some(thread::current().id())
+        !locals_gone() && self.threads.lock().worker_id == Some(thread::current().id())
     }
 
     /// Has the backend keep a resource free for renewals, once. Others who need it wait for the
     /// answer, within their own time.
     pub(super) fn reserve(&self, end: Moment, cancel: &CancelToken) -> Result<()> {
-        let mut state = locked(&self.reserved);
+        let mut state = self.reserved.lock();
         loop {
             match *state {
                 Reserved::Yes => return Ok(()),
@@ -245,8 +236,7 @@ impl Engine {
                     }
                     // A rare and short wait: a look now and then will do.
                     let pause = Duration::from_millis(20);
-                    state =
-                        self.reserving.wait_timeout(state, pause).unwrap_or_else(PoisonError::into_inner).0;
+                    state = self.reserving.wait_for(state, pause);
                 }
             }
         }
@@ -262,7 +252,7 @@ impl Engine {
     /// Gives back what the backend keeps for renewals, unless a call is under way that may need it.
     pub(super) fn unreserve(&self) {
         {
-            let mut state = locked(&self.reserved);
+            let mut state = self.reserved.lock();
             if *state != Reserved::Yes {
                 return;
             }
@@ -270,8 +260,7 @@ impl Engine {
         }
         // A call that came before this is counted, and one that comes now waits for the answer.
         let mut answer = ReserveAnswer { engine: self, granted: true };
-        let idle =
-            locked(&self.calls).running == 0 && locked(&self.registry.worker_queue).renewals.is_empty();
+        let idle = self.calls.lock().running == 0 && self.registry.worker_queue.lock().renewals.is_empty();
         if idle {
             answer.granted = !self.backend.unreserve_renewals();
             self.unreserves.store(!answer.granted, Ordering::Relaxed);
@@ -288,7 +277,7 @@ struct ReserveAnswer<'a> {
 impl Drop for ReserveAnswer<'_> {
     fn drop(&mut self) {
         let engine = self.engine;
-        *locked(&engine.reserved) = if self.granted { Reserved::Yes } else { Reserved::No };
+        *engine.reserved.lock() = if self.granted { Reserved::Yes } else { Reserved::No };
         engine.reserving.notify_all();
         let look = self.granted && engine.unreserves.load(Ordering::Relaxed);
         engine.registry.may_unreserve.store(look, Ordering::Relaxed);
@@ -304,7 +293,7 @@ pub(super) struct Entered<'a>(&'a Engine);
 
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
-        let mut calls = locked(&self.0.calls);
+        let mut calls = self.0.calls.lock();
         calls.running -= 1;
         if calls.running == 0 && calls.awaited {
             self.0.calls_done.notify_all();
@@ -317,14 +306,14 @@ struct Running(Arc<Registry>);
 
 impl Running {
     fn begin(registry: &Arc<Registry>) -> Self {
-        *locked(&registry.running) += 1;
+        *registry.running.lock() += 1;
         Self(Arc::clone(registry))
     }
 }
 
 impl Drop for Running {
     fn drop(&mut self) {
-        *locked(&self.0.running) -= 1;
+        *self.0.running.lock() -= 1;
         self.0.ended.notify_all();
     }
 }
@@ -357,16 +346,16 @@ impl Drop for Handle {
         let registry = Arc::clone(&engine.registry);
         let now = engine.clock.now();
         let threads = Arc::clone(&engine.threads);
-        locked(&registry.deadlines).ending = true;
+        registry.deadlines.lock().ending = true;
         registry.timer_signal.notify(LOOK);
-        let mut state = locked(&threads);
+        let mut state = threads.lock();
         state.over = true;
         // The worker takes the engine out, under the same lock, after it has declared itself gone.
-        if state.worker.is_some() && !locked(&registry.worker_queue).worker_ended {
+        if state.worker.is_some() && !registry.worker_queue.lock().worker_ended {
             // Moved, not cloned: a reference of our own could outlive the worker's.
             state.last = Some(engine);
             drop(state);
-            locked(&registry.worker_queue).ending.get_or_insert(now);
+            registry.worker_queue.lock().ending.get_or_insert(now);
             registry.worker_signal.notify(LOOK);
         } else {
             drop(state);

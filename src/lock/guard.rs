@@ -11,7 +11,6 @@ use crate::lock::engine::{Engine, Handle};
 use crate::lock::lease::Outcome;
 use crate::lock::registry::{GuardState, PendingRelease};
 use crate::lock::report::{ReleaseSource, report};
-use crate::lock::signal::locked;
 use crate::lock::worker::{self, ReleaseProgress, try_release};
 use crate::model::fence::Fence;
 use crate::model::hash::hash_key;
@@ -69,7 +68,7 @@ impl LockGuard {
     /// renewal or extend. For display; compare nothing of this machine's with it.
     #[must_use]
     pub fn expires_at_ms(&self) -> i64 {
-        locked(&self.state.lease).expires_at_ms()
+        self.state.lease.lock().expires_at_ms()
     }
 
     /// Whether the lease can still be trusted, by this process's clock and without any I/O.
@@ -82,7 +81,7 @@ impl LockGuard {
             return false;
         }
         self.tick();
-        locked(&self.state.lease).is_held(self.engine().clock.now())
+        self.state.lease.lock().is_held(self.engine().clock.now())
     }
 
     /// How long the lease can be trusted without a further renewal; zero once it is lost.
@@ -92,7 +91,7 @@ impl LockGuard {
             return Duration::ZERO;
         }
         let now = self.engine().clock.now();
-        let lease = locked(&self.state.lease);
+        let lease = self.state.lease.lock();
         if lease.is_held(now) { lease.end().since(now) } else { Duration::ZERO }
     }
 
@@ -114,7 +113,7 @@ impl LockGuard {
             return None; // The parent may have it still.
         }
         self.tick();
-        locked(&self.state.lease).lost()
+        self.state.lease.lock().lost()
     }
 
     /// Sets the lease's end to now plus `ttl` (1 ms to [`MAX_TTL`](crate::MAX_TTL)), which is also
@@ -142,7 +141,7 @@ impl LockGuard {
         let engine = self.engine();
         let sent = engine.clock.now();
         let (flight, version) = {
-            let mut lease = locked(&self.state.lease);
+            let mut lease = self.state.lease.lock();
             let Some(flight) = lease.begin_extend(sent, ttl) else { return Ok(ExtendResult::NotHeld) };
             // A shorter ttl may be in force from now on.
             engine.registry.schedule(&self.state, &lease);
@@ -247,7 +246,7 @@ impl LockGuard {
     fn tick(&self) {
         let lost = {
             let now = self.engine().clock.now();
-            locked(&self.state.lease).tick(now)
+            self.state.lease.lock().tick(now)
         };
         if let Some(reason) = lost {
             self.engine().registry.notify_lost(&self.state, reason);
@@ -259,7 +258,7 @@ impl LockGuard {
         let engine = self.engine();
         let now = engine.clock.now();
         let (first, over_at, lease_end) = {
-            let mut lease = locked(&self.state.lease);
+            let mut lease = self.state.lease.lock();
             (lease.end_now(), lease.surely_over(now), lease.end())
         };
         if !first {
@@ -315,7 +314,7 @@ fn release_here(engine: &Engine, pending: &mut PendingRelease, limit: Duration) 
         try_release(engine, pending, limit)
     };
     if !matches!(result, Ok(ReleaseProgress::Kept)) {
-        engine.queue.freed(&pending.context.key);
+        engine.queue.freed(pending.context.key.as_str());
     }
     result
 }

@@ -4,7 +4,6 @@
 //! | --- | --- |
 //! | `options` | what a caller may choose, as numbers |
 //! | `acquire` | one attempt, and the one loop that waits |
-//! | `queue`, `signal` | this process's waiters, and how they sleep |
 //! | `lease` | the state machine of one lease: pure, with its invariants |
 //! | `guard` | what a holder sees of it |
 //! | `registry` | the guards, and what the two threads share |
@@ -18,10 +17,8 @@ mod engine;
 mod guard;
 mod lease;
 mod options;
-mod queue;
 mod registry;
 mod report;
-mod signal;
 mod timer;
 mod worker;
 
@@ -45,10 +42,11 @@ use crate::model::time::{Moment, Ttl};
 pub use close::CloseReport;
 pub use guard::LockGuard;
 pub use options::{
-    Backoff, DEFAULT_MAX_RETRIES, DEFAULT_RETRY_DELAY, DEFAULT_TIMEOUT, DEFAULT_TTL, Heartbeat, Jitter,
-    LockOptions,
+    DEFAULT_MAX_RETRIES, DEFAULT_RETRY_DELAY, DEFAULT_TIMEOUT, DEFAULT_TTL, Heartbeat, LockOptions,
 };
 pub use report::{ReleaseErrorContext, ReleaseSource};
+
+pub use crate::waiting::{Backoff, Jitter};
 
 pub(crate) use report::OnReleaseError;
 

@@ -10,6 +10,7 @@ use crate::error::{LockError, Result};
 use crate::lock::report::{OnReleaseError, ReleaseErrorContext};
 use crate::model::time::Ttl;
 use crate::threads::Foreign;
+use crate::waiting::{Backoff, Delays, Jitter};
 
 pub(super) type OnLost = Foreign<Arc<dyn Fn(LostReason) + Send + Sync>>;
 
@@ -25,30 +26,6 @@ pub const DEFAULT_RETRY_DELAY: Duration = Duration::from_millis(100);
 /// The longest wait that doubling makes: the tenth retry of the default is just below it. A longer
 /// [`LockOptions::retry_delay`] stays as it is.
 const LONGEST_DELAY: Duration = Duration::from_secs(60);
-
-/// How the wait before a retry grows.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Backoff {
-    /// Doubles with every retry, up to a minute.
-    #[default]
-    Exponential,
-    /// Always the same.
-    Fixed,
-}
-
-/// How much of the wait before a retry is left to chance, so that clients do not march in step.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Jitter {
-    /// Half of the wait is fixed, half is random.
-    #[default]
-    Equal,
-    /// All of it is random.
-    Full,
-    /// None of it is random.
-    None,
-}
 
 /// How often a guard renews its lease.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -254,12 +231,14 @@ impl LockOptions {
         // Whoever says how long to wait, or for ever, has not asked for a number of tries.
         let default_retries =
             if self.timeout.is_none() { u64::from(DEFAULT_MAX_RETRIES) } else { u64::MAX - 1 };
+        let retry_delay = self.retry_delay.unwrap_or(DEFAULT_RETRY_DELAY);
         Ok(ResolvedOptions {
             ttl,
             timeout,
             max_attempts: self.max_retries.map_or(default_retries, u64::from) + 1,
             delays: Delays {
-                base: self.retry_delay.unwrap_or(DEFAULT_RETRY_DELAY),
+                first: retry_delay,
+                longest: LONGEST_DELAY.max(retry_delay),
                 backoff: self.backoff,
                 jitter: self.jitter,
             },
@@ -313,54 +292,6 @@ pub(super) struct ResolvedOptions {
     pub(super) on_release_error: Option<OnReleaseError>,
 }
 
-/// The waits before retries.
-#[derive(Clone, Copy)]
-pub(super) struct Delays {
-    base: Duration,
-    backoff: Backoff,
-    jitter: Jitter,
-}
-
-impl Delays {
-    /// The wait before retry number `retry` (1 is the first); `chance` is the random part.
-    pub(super) fn before(&self, retry: u64, chance: u32) -> Duration {
-        let whole = match self.backoff {
-            Backoff::Fixed => self.base,
-            Backoff::Exponential => {
-                let doublings = u32::try_from(retry.saturating_sub(1)).unwrap_or(u32::MAX).min(31);
-                let longest = LONGEST_DELAY.max(self.base);
-                self.base.checked_mul(1_u32 << doublings).unwrap_or(longest).min(longest)
-            }
-        };
-        let random = |all: Duration| {
-            // 128 bits of nanoseconds times 32 bits of chance cannot overflow: a Duration has 94.
-            let nanos = all.as_nanos() * u128::from(chance) / u128::from(u32::MAX);
-            let secs = u64::try_from(nanos / 1_000_000_000).unwrap_or(u64::MAX);
-            let rest = u32::try_from(nanos % 1_000_000_000).unwrap_or_default();
-            Duration::new(secs, rest)
-        };
-        match self.jitter {
-            Jitter::None => whole,
-            Jitter::Full => random(whole),
-            Jitter::Equal => {
-                let fixed = whole / 2;
-                fixed.saturating_add(random(whole.saturating_sub(fixed)))
-            }
-        }
-    }
-
-    /// The wait before that retry, with chance from the operating system. Without random numbers
-    /// the whole wait is taken: a wait needs no secrecy.
-    pub(super) fn draw(&self, retry: u64) -> Duration {
-        let mut bytes = [0_u8; 4];
-        let chance = match self.jitter {
-            Jitter::None => u32::MAX,
-            _ => getrandom::fill(&mut bytes).map_or(u32::MAX, |()| u32::from_ne_bytes(bytes)),
-        };
-        self.before(retry, chance)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -380,7 +311,7 @@ mod tests {
         assert_eq!((options.ttl, options.timeout), (Duration::from_secs(30), Some(Duration::from_secs(5))));
         assert_eq!(options.max_attempts, 11);
         assert_eq!(
-            (options.delays.base, options.delays.backoff, options.delays.jitter),
+            (options.delays.first, options.delays.backoff, options.delays.jitter),
             (ms(100), Backoff::Exponential, Jitter::Equal)
         );
         assert_eq!(options.heartbeat, Heartbeat::Auto);
@@ -389,37 +320,17 @@ mod tests {
     #[test]
     fn exponential_waits_double_and_fixed_ones_stay() {
         let exponential = delays(&LockOptions::new().jitter(Jitter::None));
-        let seen: Vec<_> = (1..=10).map(|n| exponential.before(n, 0).as_millis()).collect();
-        assert_eq!(seen, [100, 200, 400, 800, 1600, 3200, 6400, 12800, 25600, 51200]);
+        let seen: Vec<_> = (1..=11).map(|n| exponential.before(n).as_millis()).collect();
+        assert_eq!(seen, [100, 200, 400, 800, 1600, 3200, 6400, 12800, 25600, 51200, 60000]);
         let fixed = delays(&LockOptions::new().jitter(Jitter::None).backoff(Backoff::Fixed));
-        assert_eq!([fixed.before(1, 0), fixed.before(100, 0)], [ms(100), ms(100)]);
+        assert_eq!([fixed.before(1), fixed.before(100)], [ms(100), ms(100)]);
+        let long = delays(&LockOptions::new().jitter(Jitter::None).retry_delay(Duration::MAX));
+        assert_eq!([long.before(1), long.before(2)], [Duration::MAX; 2]);
     }
 
     #[test]
-    fn no_value_overflows() {
-        for jitter in [Jitter::None, Jitter::Equal, Jitter::Full] {
-            for base in [Duration::ZERO, ms(1), Duration::MAX] {
-                for backoff in [Backoff::Exponential, Backoff::Fixed] {
-                    let delays = Delays { base, backoff, jitter };
-                    for retry in [0, 1, 2, 100, u64::MAX] {
-                        for chance in [0, 1, u32::MAX] {
-                            assert!(delays.before(retry, chance) <= base.max(LONGEST_DELAY));
-                        }
-                    }
-                }
-            }
-        }
+    fn no_number_of_retries_overflows() {
         assert_eq!(LockOptions::new().max_retries(u32::MAX).resolve().unwrap().max_attempts, 1 << 32);
-    }
-
-    #[test]
-    fn jitter_takes_half_all_or_nothing() {
-        let equal = delays(&LockOptions::new());
-        assert_eq!([equal.before(1, 0), equal.before(1, u32::MAX)], [ms(50), ms(100)]);
-        let full = delays(&LockOptions::new().jitter(Jitter::Full));
-        assert_eq!([full.before(1, 0), full.before(1, u32::MAX)], [ms(0), ms(100)]);
-        let drawn: std::collections::HashSet<_> = (0..100).map(|_| equal.draw(1)).collect();
-        assert!(drawn.len() > 50 && drawn.iter().all(|d| (ms(50)..=ms(100)).contains(d)));
     }
 
     #[test]

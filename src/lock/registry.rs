@@ -6,8 +6,8 @@
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex};
 use std::thread::Thread;
 use std::time::Duration;
 
@@ -18,10 +18,11 @@ use crate::lock::close::CloseReport;
 use crate::lock::lease::Lease;
 use crate::lock::options::OnLost;
 use crate::lock::report::{OnReleaseError, ReleaseErrorContext, ReleaseSource};
-use crate::lock::signal::{LOOK, Signal, locked};
 use crate::model::fence::Fence;
 use crate::model::hash::hash_key;
 use crate::model::time::Moment;
+use crate::sync::{Condvar, Mutex};
+use crate::waiting::{LOOK, Signal};
 
 /// One guard's lease, shared between the guard and the threads that look after it.
 pub(super) struct GuardState {
@@ -50,7 +51,7 @@ impl GuardState {
         Acquired {
             lock_id: self.lock_id.to_string(),
             fence: self.fence,
-            expires_at_ms: locked(&self.lease).expires_at_ms(),
+            expires_at_ms: self.lease.lock().expires_at_ms(),
         }
     }
 }
@@ -206,7 +207,7 @@ pub(super) struct Registry {
 impl Registry {
     /// A number for a new guard.
     pub(super) fn next_guard(&self) -> u64 {
-        let mut deadlines = locked(&self.deadlines);
+        let mut deadlines = self.deadlines.lock();
         deadlines.next_id += 1;
         deadlines.next_id
     }
@@ -215,16 +216,16 @@ impl Registry {
     pub(super) fn held_here(&self, key: &str, now: Moment) -> Option<(Fence, Thread)> {
         // Copied, since a lease is locked before the deadlines. A lost guard that is still there holds nothing.
         let found: Vec<_> =
-            locked(&self.deadlines).guards.values().filter(|state| *state.key == *key).cloned().collect();
-        let state = found.iter().find(|state| locked(&state.lease).is_held(now))?;
+            self.deadlines.lock().guards.values().filter(|state| *state.key == *key).cloned().collect();
+        let state = found.iter().find(|state| state.lease.lock().is_held(now))?;
         Some((state.fence, state.taken_by.clone()))
     }
 
     /// Takes a guard into the registry. `false` if the client was closed.
     pub(super) fn register(&self, state: &Arc<GuardState>) -> bool {
-        let lease = locked(&state.lease);
+        let lease = state.lease.lock();
         {
-            let mut deadlines = locked(&self.deadlines);
+            let mut deadlines = self.deadlines.lock();
             if deadlines.closed {
                 return false;
             }
@@ -242,7 +243,7 @@ impl Registry {
         }
         let end = lease.end();
         let notify = {
-            let mut deadlines = locked(&self.deadlines);
+            let mut deadlines = self.deadlines.lock();
             let old = deadlines.by_time.put(state.id, end, Arc::clone(state));
             debug_assert!(old.is_none_or(|old| Arc::ptr_eq(&old, state)));
             deadlines.asleep_until.is_some_and(|until| end < until)
@@ -260,7 +261,7 @@ impl Registry {
             return;
         }
         let notify = {
-            let mut queue = locked(&self.worker_queue);
+            let mut queue = self.worker_queue.lock();
             queue.renewals.put(state.id, next, Arc::clone(state));
             queue.asleep_until.is_some_and(|until| next < until)
         };
@@ -272,11 +273,11 @@ impl Registry {
     /// Takes a guard that has ended out of the registry.
     pub(super) fn unregister(&self, state: &GuardState) {
         let gone = {
-            let mut deadlines = locked(&self.deadlines);
+            let mut deadlines = self.deadlines.lock();
             (deadlines.guards.remove(&state.id), deadlines.by_time.remove(state.id))
         };
         let (renewal, notify) = {
-            let mut queue = locked(&self.worker_queue);
+            let mut queue = self.worker_queue.lock();
             let renewal = queue.renewals.remove(state.id);
             // The worker sleeps until the next renewal, and has to see that there is none.
             let last = renewal.is_some() && queue.renewals.is_empty() && queue.unreserve_at.is_none();
@@ -290,8 +291,8 @@ impl Registry {
 
     /// Tells a holder that its lease is lost. The lease is marked as lost, and not locked.
     pub(super) fn notify_lost(&self, state: &Arc<GuardState>, reason: LostReason) {
-        let deadline = locked(&self.deadlines).by_time.remove(state.id);
-        let renewal = locked(&self.worker_queue).renewals.remove(state.id);
+        let deadline = self.deadlines.lock().by_time.remove(state.id);
+        let renewal = self.worker_queue.lock().renewals.remove(state.id);
         state.lost.cancel();
         self.queue_callback(Callback::Lost(Arc::clone(state), reason));
         drop((deadline, renewal));
@@ -300,7 +301,7 @@ impl Registry {
     /// Leaves user code to the worker.
     pub(super) fn queue_callback(&self, callback: Callback) {
         {
-            let mut queue = locked(&self.worker_queue);
+            let mut queue = self.worker_queue.lock();
             if queue.worker_ended {
                 // Dropped below, after the lock: it is user code.
                 drop(queue);
@@ -325,7 +326,7 @@ impl Registry {
     /// worker is gone.
     pub(super) fn defer(&self, at: Moment, pending: PendingRelease) -> Result<(), Box<PendingRelease>> {
         {
-            let mut queue = locked(&self.worker_queue);
+            let mut queue = self.worker_queue.lock();
             if queue.worker_ended {
                 return Err(Box::new(pending));
             }
@@ -349,7 +350,7 @@ impl PendingRelease {
             },
             handler: state.on_release_error.clone(),
             min_hold_end: state.min_hold_end,
-            known: Some((state.fence, locked(&state.lease).version())),
+            known: Some((state.fence, state.lease.lock().version())),
             lease_end,
             over_at,
             may_arrive: false,

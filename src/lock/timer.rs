@@ -6,7 +6,6 @@
 use std::sync::Arc;
 
 use crate::lock::registry::{Callback, Registry};
-use crate::lock::signal::locked;
 use crate::model::time::Clock;
 
 /// How many deadlines are taken off the schedule at a time.
@@ -17,7 +16,7 @@ pub(super) fn run(registry: &Registry, clock: &Clock) {
     loop {
         let now = clock.now();
         let (due, next) = {
-            let mut deadlines = locked(&registry.deadlines);
+            let mut deadlines = registry.deadlines.lock();
             if deadlines.ending {
                 return;
             }
@@ -36,7 +35,7 @@ pub(super) fn run(registry: &Registry, clock: &Clock) {
         }
         for state in due {
             let lost = {
-                let mut lease = locked(&state.lease);
+                let mut lease = state.lease.lock();
                 let lost = lease.tick(now);
                 // Not yet: a renewal has moved the deadline since it was put on the schedule.
                 registry.schedule(&state, &lease);

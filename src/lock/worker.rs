@@ -19,9 +19,9 @@ use crate::lock::engine::Engine;
 use crate::lock::lease::{Outcome, TOLERANCE};
 use crate::lock::registry::{Callback, GuardState, LostLine, PendingRelease};
 use crate::lock::report::{ReleaseErrorContext, ReleaseSource, report};
-use crate::lock::signal::locked;
 use crate::model::time::Moment;
 use crate::threads::{Foreign, contained, quietly};
+use crate::waiting::Delays;
 
 /// The most leases in one renewal.
 const BATCH: usize = 500;
@@ -33,9 +33,8 @@ const SHORTEST_CALL: Duration = Duration::from_millis(200);
 const KEEP_RESERVED: Duration = Duration::from_millis(250);
 /// How long pending releases are pursued after the last client and guard are gone.
 const LONGEST_DRAIN: Duration = Duration::from_secs(60);
-/// The pause after the first failed release; doubled after each, up to [`LONGEST_PAUSE`].
-const FIRST_PAUSE: Duration = Duration::from_millis(100);
-const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+/// The pauses after a failed release.
+const RELEASE_DELAYS: Delays = Delays::doubling(Duration::from_millis(100), Duration::from_secs(5));
 
 enum Job {
     /// Tells the log of lost leases.
@@ -63,7 +62,7 @@ pub(super) fn run(engine: Arc<Engine>) {
     if engine.closed.load(Ordering::SeqCst) {
         quietly(|| engine.backend.close());
     }
-    let last = locked(&engine.threads).last.take();
+    let last = engine.threads.lock().last.take();
     // The last drop of the backend, and of the caller's handlers with it, happens here.
     quietly(move || drop((last, engine)));
 }
@@ -73,7 +72,7 @@ pub(super) fn run(engine: Arc<Engine>) {
 pub(super) fn drain(engine: &Engine, go_on: impl Fn() -> bool) {
     while go_on() {
         match next_job(engine, false) {
-            Job::Sleep(_) if locked(&engine.registry.worker_queue).releases.is_empty() => return,
+            Job::Sleep(_) if engine.registry.worker_queue.lock().releases.is_empty() => return,
             Job::Sleep(until) => {
                 let look = engine.clock.now().after(Duration::from_millis(20));
                 engine.registry.worker_signal.sleep_until(&engine.clock, until.min(look));
@@ -90,7 +89,7 @@ fn do_job(engine: &Engine, job: Job) {
         Job::Renew(due) => renew(engine, due),
         Job::Release(pending) => {
             quietly(|| run_release(engine, *pending));
-            locked(&engine.registry.worker_queue).in_progress -= 1;
+            engine.registry.worker_queue.lock().in_progress -= 1;
             engine.registry.progress.notify_all();
         }
         Job::Callback(callback) => match callback {
@@ -114,7 +113,7 @@ fn do_job(engine: &Engine, job: Job) {
 /// The most urgent job; without `callbacks` none that is user code.
 fn next_job(engine: &Engine, callbacks: bool) -> Job {
     let now = engine.clock.now();
-    let mut queue = locked(&engine.registry.worker_queue);
+    let mut queue = engine.registry.worker_queue.lock();
     queue.asleep_until = None;
     if queue.abandoned {
         queue.worker_ended = true;
@@ -167,7 +166,7 @@ fn next_job(engine: &Engine, callbacks: bool) -> Job {
 
 /// Renews what is due: together, except for those whose row was busy the last time.
 fn renew(engine: &Engine, due: Vec<Arc<GuardState>>) {
-    let (alone, together): (Vec<_>, Vec<_>) = due.into_iter().partition(|state| locked(&state.lease).alone());
+    let (alone, together): (Vec<_>, Vec<_>) = due.into_iter().partition(|state| state.lease.lock().alone());
     renew_batch(engine, together);
     for state in alone {
         renew_batch(engine, vec![state]);
@@ -179,7 +178,7 @@ fn renew_batch(engine: &Engine, due: Vec<Arc<GuardState>>) {
     let mut flights = Vec::with_capacity(due.len());
     let mut rest = engine.backend.operation_timeout();
     for state in &due {
-        let mut lease = locked(&state.lease);
+        let mut lease = state.lease.lock();
         // Ahead of the timer, so that a lease that is over is not looked at again and again.
         let lost = lease.tick(now);
         match lease.begin_renewal(now, if engine.clock.is_manual() { Duration::ZERO } else { BATCH_WINDOW }) {
@@ -252,7 +251,7 @@ fn note_failures(engine: &Engine, answers: &[Result<RenewOutcome>]) {
 /// Books the answer to an operation, and tells the holder if the lease is lost by it.
 pub(super) fn finish(engine: &Engine, state: &Arc<GuardState>, id: u32, now: Moment, outcome: Outcome) {
     let lost = {
-        let mut lease = locked(&state.lease);
+        let mut lease = state.lease.lock();
         let lost = lease.finish(id, now, outcome);
         engine.registry.schedule(state, &lease);
         lost
@@ -295,7 +294,7 @@ fn release_or_keep(engine: &Engine, pending: &mut PendingRelease, rest: Duration
         return engine.backend.release_by(id, deadline).map(ReleaseProgress::Done);
     }
     let left = pending.min_hold_end.since(now);
-    if locked(&engine.registry.worker_queue).ending.is_some() {
+    if engine.registry.worker_queue.lock().ending.is_some() {
         // Nobody will be there to release it: let the lease itself end in time. It counts as live
         // for the tolerance after its expiry, so that much less is enough.
         let ttl = left.saturating_sub(TOLERANCE).max(Duration::from_millis(1));
@@ -340,7 +339,7 @@ fn run_release(engine: &Engine, mut pending: PendingRelease) {
         give_up(engine, pending);
         return;
     }
-    let next_renewal = locked(&engine.registry.worker_queue).renewals.next();
+    let next_renewal = engine.registry.worker_queue.lock().renewals.next();
     let rest = engine
         .dispose_timeout
         .min(engine.backend.operation_timeout())
@@ -352,8 +351,8 @@ fn run_release(engine: &Engine, mut pending: PendingRelease) {
         }
         Ok(ReleaseProgress::Done(ReleaseOutcome::NotHeld(_))) if pending.may_arrive => later(engine, pending),
         Ok(ReleaseProgress::Done(outcome)) => {
-            engine.queue.freed(&pending.context.key);
-            let mut queue = locked(&engine.registry.worker_queue);
+            engine.queue.freed(pending.context.key.as_str());
+            let mut queue = engine.registry.worker_queue.lock();
             match outcome {
                 ReleaseOutcome::Released => queue.totals.released += 1,
                 ReleaseOutcome::NotHeld(_) => queue.totals.not_held += 1,
@@ -380,13 +379,13 @@ fn run_release(engine: &Engine, mut pending: PendingRelease) {
 
 /// Tries again after a pause, the longer the more often it failed.
 fn later(engine: &Engine, mut pending: PendingRelease) {
-    if engine.clock.is_manual() && locked(&engine.registry.worker_queue).ending.is_some() {
+    if engine.clock.is_manual() && engine.registry.worker_queue.lock().ending.is_some() {
         // See `next_job`: one try is all there is.
         give_up(engine, pending);
         return;
     }
-    let pause = FIRST_PAUSE.saturating_mul(1 << pending.tries.min(10)).min(LONGEST_PAUSE);
     pending.tries = pending.tries.saturating_add(1);
+    let pause = RELEASE_DELAYS.before(u64::from(pending.tries));
     let at = engine.clock.now().after(pause).min(pending.over_at);
     again(engine, at, pending);
 }
@@ -401,7 +400,7 @@ fn again(engine: &Engine, at: Moment, pending: PendingRelease) {
 fn give_up(engine: &Engine, mut pending: PendingRelease) {
     let failed = pending.last_error.take();
     {
-        let mut queue = locked(&engine.registry.worker_queue);
+        let mut queue = engine.registry.worker_queue.lock();
         if failed.is_some() || pending.reported {
             queue.totals.failed += 1;
         } else {

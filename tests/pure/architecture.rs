@@ -13,7 +13,7 @@ use std::{fs, iter};
 use crate::source::{Source, Token, read_all, walk};
 
 /// A module imports only from modules with a lower number. A new top-level module needs a line here.
-const FLOORS: [(&str, u8); 12] = [
+const FLOORS: [(&str, u8); 14] = [
     ("client", 7),
     ("lock", 6),
     ("advisory", 6),
@@ -23,9 +23,11 @@ const FLOORS: [(&str, u8); 12] = [
     ("telemetry", 5),
     ("backend", 4),
     ("cancel", 3),
+    ("waiting", 3),
     ("model", 2),
     ("error", 1),
     ("threads", 1),
+    ("sync", 0),
 ];
 
 /// Not even where the floors allow it.

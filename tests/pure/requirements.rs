@@ -2,7 +2,7 @@
 //! or the place in the documents that fulfils it.
 //!
 //! Proofs are separated by commas. `fences::name` is a test in tests/it/fences.rs,
-//! `src/lock/queue::name` one in src/lock/queue.rs, `contract::name` a case that runs on every backend,
+//! `src/lock/options::name` one in src/lock/options.rs, `contract::name` a case that runs on every backend,
 //! `docs/errors.md#Patterns` a heading, and `src/diagnostics.rs#words` words of a file's documentation.
 
 #![allow(clippy::expect_used, clippy::panic, reason = "a test says by a panic what it did not expect")]

@@ -135,7 +135,7 @@ fn the_backend_is_dropped_outside_of_an_async_runtime() {
     for (guards, closed) in [(true, false), (false, false), (true, true)] {
         let backend = Recorder::system();
         let slot = Arc::new(Mutex::new(None));
-        *locked(&backend.dropped) = Some(Arc::clone(&slot));
+        *backend.dropped.lock() = Some(Arc::clone(&slot));
         let client = LockClient::with_settings(backend, ClientSettings::default());
         let held = guards.then(|| client.lock("k").unwrap());
         if closed {
@@ -145,9 +145,9 @@ fn the_backend_is_dropped_outside_of_an_async_runtime() {
             drop(client);
             drop(held);
         });
-        eventually("dropped elsewhere", || locked(&slot).is_some());
+        eventually("dropped elsewhere", || slot.lock().is_some());
         let expected = if guards && !closed { "syncguard-worker" } else { "syncguard-close" };
-        assert_eq!(locked(&slot).as_deref(), Some(expected));
+        assert_eq!(slot.lock().as_deref(), Some(expected));
     }
 }
 

@@ -10,7 +10,7 @@ fn pass(backend: &Recorder, client: &LockClient, time: Duration) {
     while backend.now() < end {
         backend.advance(ms(500));
         let idle = || {
-            let queue = locked(&client.engine().registry.worker_queue);
+            let queue = client.engine().registry.worker_queue.lock();
             queue.renewals.next() > backend.now() && queue.asleep_until.is_some()
         };
         eventually("the worker has done what is due", idle);
@@ -30,7 +30,7 @@ fn a_guard_is_renewed_while_it_lives_and_not_after() {
     assert_eq!(held.release().unwrap(), ReleaseResult::Released);
     backend.advance(s(300));
     assert_eq!(backend.count("renew"), renewals);
-    assert!(client.engine().registry.deadlines.lock().unwrap().guards.is_empty());
+    assert!(client.engine().registry.deadlines.lock().guards.is_empty());
 }
 
 #[test]
@@ -40,15 +40,13 @@ fn many_guards_are_renewed_in_few_calls() {
     let guards: Vec<_> = (0..10_000).map(|n| client.try_lock(&format!("k{n}")).unwrap().unwrap()).collect();
     backend.advance(s(10));
     eventually("all are renewed", || guards.iter().all(|held| held.remaining() == s(30)));
-    let batches = locked(&backend.state).batches.clone();
+    let batches = backend.state.lock().batches.clone();
     assert_eq!(batches.iter().sum::<usize>(), 10_000);
     assert_eq!(batches.len(), 20);
     let start = std::time::Instant::now();
     drop(guards);
     let registry = &client.engine().registry;
-    assert!(
-        locked(&registry.deadlines).guards.is_empty() && locked(&registry.worker_queue).renewals.is_empty()
-    );
+    assert!(registry.deadlines.lock().guards.is_empty() && registry.worker_queue.lock().renewals.is_empty());
     let _ = start;
 }
 
@@ -79,7 +77,7 @@ fn a_refused_renewal_tells_the_holder_once() {
     let client = client(&backend);
     let (tell, told) = std::sync::mpsc::channel();
     let tell = Mutex::new(tell);
-    let options = LockOptions::new().on_lost(move |reason| locked(&tell).send(reason).unwrap());
+    let options = LockOptions::new().on_lost(move |reason| tell.lock().send(reason).unwrap());
     let held = client.lock_with("k", &options).unwrap();
     backend.remove("k");
     backend.advance(s(10));
@@ -104,7 +102,7 @@ fn busy_rows_and_errors_are_retried_before_the_deadline() {
         backend.script("renew", [script, script]);
         pass(&backend, &client, s(20));
         assert!(held.remaining() >= s(20) && other.is_held(), "{script:?}");
-        let batches = locked(&backend.state).batches.clone();
+        let batches = backend.state.lock().batches.clone();
         // A busy row goes alone, until it is renewed.
         let alone = if matches!(script, Script::No) { 1 } else { 2 };
         assert_eq!(batches[1], alone, "{script:?} {batches:?}");
@@ -166,13 +164,9 @@ fn a_guard_that_is_released_while_its_renewal_is_in_flight_stays_released() {
     backend.renew_gate.wait_for_arrival();
     assert_eq!(held.release().unwrap(), ReleaseResult::Released);
     backend.renew_gate.open();
-    eventually("the worker is back", || {
-        locked(&client.engine().registry.worker_queue).asleep_until.is_some()
-    });
+    eventually("the worker is back", || client.engine().registry.worker_queue.lock().asleep_until.is_some());
     let registry = &client.engine().registry;
-    assert!(
-        locked(&registry.worker_queue).renewals.is_empty() && locked(&registry.deadlines).by_time.is_empty()
-    );
+    assert!(registry.worker_queue.lock().renewals.is_empty() && registry.deadlines.lock().by_time.is_empty());
     assert!(!token.is_cancelled(), "a released lease is not lost");
 }
 
@@ -190,7 +184,7 @@ fn a_failed_release_returns_its_error_and_the_worker_goes_on() {
         backend.is_free("k")
     });
     assert_eq!(backend.count("release"), 4);
-    assert!(locked(&reports).is_empty(), "the caller was told already");
+    assert!(reports.lock().is_empty(), "the caller was told already");
 }
 
 #[test]
@@ -206,8 +200,8 @@ fn a_failed_drop_is_reported_once_and_the_worker_goes_on() {
             backend.advance(ms(100));
             backend.is_free("k")
         });
-        assert!(locked(&silent).is_empty());
-        let told = locked(&told);
+        assert!(silent.lock().is_empty());
+        let told = told.lock();
         assert_eq!(told.len(), 1);
         assert_eq!(told[0].0, ErrorCode::NetworkTimeout);
         assert_eq!((told[0].1.key.as_str(), &told[0].1.lock_id), ("k", &id));
@@ -231,7 +225,7 @@ fn a_guard_that_ends_releases_its_own_id_once_and_what_was_refused_releases_noth
         drop(client.try_lock("taken").unwrap());
         drop(client.acquire("taken", s(30)).unwrap());
         client.close(s(30)).unwrap();
-        assert_eq!(locked(&backend.state).released, [id]);
+        assert_eq!(backend.state.lock().released, [id]);
         assert_eq!(backend.count("release"), 1);
     }
 }
@@ -243,9 +237,9 @@ fn a_failed_release_of_the_helper_reaches_the_calls_own_handler_or_the_clients()
         let (client, options, told, silent) = reporting_to(own, &backend);
         backend.script("release", [Script::Fail(ErrorCode::ServiceUnavailable)]);
         assert_eq!(client.with_lock("k", &options, |_| 7).unwrap(), 7);
-        assert!(locked(&silent).is_empty());
-        assert_eq!(locked(&told).len(), 1);
-        assert_eq!(locked(&told)[0].1.source, ReleaseSource::Helper);
+        assert!(silent.lock().is_empty());
+        assert_eq!(told.lock().len(), 1);
+        assert_eq!(told.lock()[0].1.source, ReleaseSource::Helper);
     }
 }
 
@@ -259,7 +253,7 @@ fn a_lock_that_was_gone_already_is_no_failure() {
     let held = client.lock("k").unwrap();
     backend.remove("k");
     assert_eq!(held.release().unwrap(), ReleaseResult::NotHeld);
-    assert!(locked(&reports).is_empty());
+    assert!(reports.lock().is_empty());
     assert_eq!(backend.count("release"), 2, "each asked once");
 }
 
@@ -287,7 +281,7 @@ fn with_lock_returns_its_value_whatever_the_release_does() {
     backend.script("release", [Script::Fail(ErrorCode::ServiceUnavailable)]);
     let value = client.with_lock("k", &LockOptions::new(), |held| held.fence().get()).unwrap();
     assert_eq!(value, 1);
-    assert_eq!(locked(&reports)[0].1.source, ReleaseSource::Helper);
+    assert_eq!(reports.lock()[0].1.source, ReleaseSource::Helper);
 }
 
 #[test]
@@ -301,7 +295,7 @@ fn with_lock_releases_before_a_panic_goes_on() {
     assert!(backend.is_free("k"));
     assert_eq!(backend.count("release"), 1);
     // Not by the worker, which would be a moment later.
-    assert_eq!(locked(&backend.state).released_on, [std::thread::current().id()]);
+    assert_eq!(backend.state.lock().released_on, [std::thread::current().id()]);
 }
 
 #[test]
@@ -371,18 +365,18 @@ fn callbacks_may_panic_and_may_use_and_drop_the_client() {
     let see = Arc::clone(&seen);
     let options = LockOptions::new().on_lost(move |_| {
         let other = inner.try_lock("other").map(drop).is_ok();
-        let own = locked(&taken).take().is_some();
+        let own = taken.lock().take().is_some();
         let report = inner.clone().close(s(30)).unwrap();
-        locked(&see).push((other, own, report.pending));
+        see.lock().push((other, own, report.pending));
         std::panic::panic_any("on purpose");
     });
-    *locked(&slot) = Some(client.lock_with("k", &options).unwrap());
+    *slot.lock() = Some(client.lock_with("k", &options).unwrap());
     drop(options);
     backend.remove("k");
     drop(client);
     backend.advance(s(10));
-    eventually("called", || !locked(&seen).is_empty());
-    assert_eq!(*locked(&seen), [(true, true, 0)]);
+    eventually("called", || !seen.lock().is_empty());
+    assert_eq!(*seen.lock(), [(true, true, 0)]);
     eventually("everything is gone", || Arc::strong_count(&backend) == 1);
     assert!(thread::current().name().is_some());
 }
@@ -411,8 +405,8 @@ fn a_lost_guard_that_is_still_there_is_not_named_as_the_holder() {
     let wait = LockOptions::new().retry_delay(Duration::ZERO).max_retries(1);
     let error = client.lock_with("k", &wait).unwrap_err().to_string();
     assert!(error.contains("this very thread"), "{error}");
-    let held = locked(&client.engine().registry.deadlines).guards.values().next().unwrap().clone();
-    locked(&held.lease).lose(LostReason::RowMissing);
+    let held = client.engine().registry.deadlines.lock().guards.values().next().unwrap().clone();
+    held.lease.lock().lose(LostReason::RowMissing);
     assert!(!lost.is_held());
     let error = client.lock_with("k", &wait).unwrap_err().to_string();
     assert!(!error.contains("this very thread"), "{error}");
@@ -427,7 +421,7 @@ fn a_release_that_panics_in_the_backend_goes_to_the_worker_and_is_told() {
         backend.script("release", [Script::Panic]);
         if dropped {
             drop(held);
-            assert_eq!(locked(&reports)[0].0, ErrorCode::Internal, "told at once");
+            assert_eq!(reports.lock()[0].0, ErrorCode::Internal, "told at once");
         } else {
             let error = held.release().unwrap_err();
             assert!(error.is_outcome_unknown() && error.lock_id().is_some(), "{error:?}");
@@ -473,7 +467,7 @@ fn what_a_callback_captured_may_panic_when_it_is_dropped() {
     struct Bomb(Arc<Mutex<u32>>);
     impl Drop for Bomb {
         fn drop(&mut self) {
-            *locked(&self.0) += 1;
+            *self.0.lock() += 1;
             panic!("in the drop of a captured value");
         }
     }
@@ -486,6 +480,6 @@ fn what_a_callback_captured_may_panic_when_it_is_dropped() {
     let held = client(&backend).lock_with("k", &options).unwrap();
     drop(options);
     drop(held);
-    eventually("both were dropped", || *locked(&dropped) == 2);
+    eventually("both were dropped", || *dropped.lock() == 2);
     assert!(backend.is_free("k"));
 }

@@ -5,10 +5,9 @@ mod guards;
 mod recorder;
 mod waiting;
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
-use super::signal::locked;
 use super::{
     Backoff, ClientSettings, Heartbeat, Jitter, LockClient, LockOptions, OnReleaseError, ReleaseErrorContext,
     ReleaseSource,
@@ -16,6 +15,7 @@ use super::{
 use crate::backend::{ExtendResult, Heard, LostReason, ReleaseResult};
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError};
+use crate::sync::Mutex;
 use recorder::{Recorder, Script, eventually};
 
 fn s(n: u64) -> Duration {
@@ -37,7 +37,7 @@ fn recorder() -> (Reports, impl Fn(&LockError, &ReleaseErrorContext) + Send + Sy
     let reports = Reports::default();
     let record = Arc::clone(&reports);
     (reports, move |error: &LockError, context: &ReleaseErrorContext| {
-        locked(&record).push((error.code(), context.clone()));
+        record.lock().push((error.code(), context.clone()));
     })
 }
 

@@ -2,8 +2,8 @@
 //! memory backend brings about: late, as contention, or with a panic.
 
 use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use crate::backend::{
@@ -12,10 +12,10 @@ use crate::backend::{
 };
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
-use crate::lock::signal::locked;
 use crate::memory::{Call, Fault, MemoryBackend};
 use crate::model::lock_id::LockId;
 use crate::model::time::{Clock, Moment};
+use crate::sync::{Condvar, Mutex};
 
 /// The longest a test waits for anything.
 pub(super) const LIMIT: Duration = Duration::from_secs(30);
@@ -50,30 +50,29 @@ pub(super) struct Gate {
 
 impl Gate {
     pub(super) fn shut(&self) {
-        locked(&self.state).0 = true;
+        self.state.lock().0 = true;
     }
 
     pub(super) fn open(&self) {
-        locked(&self.state).0 = false;
+        self.state.lock().0 = false;
         self.change.notify_all();
     }
 
     fn pass(&self) {
-        let mut state = locked(&self.state);
+        let mut state = self.state.lock();
         state.1 += 1;
         self.change.notify_all();
         while state.0 {
-            state = self.change.wait(state).unwrap();
+            state = self.change.wait(state);
         }
         state.1 -= 1;
     }
 
     /// Waits until somebody stands at the gate.
     pub(super) fn wait_for_arrival(&self) {
-        let state = locked(&self.state);
-        let (state, over) = self.change.wait_timeout_while(state, LIMIT, |state| state.1 == 0).unwrap();
-        drop(state);
-        assert!(!over.timed_out(), "nobody came to the gate");
+        let end = Instant::now() + LIMIT;
+        let arrived = self.change.wait_while(self.state.lock(), end, |state| state.1 == 0).1;
+        assert!(arrived, "nobody came to the gate");
     }
 }
 
@@ -131,7 +130,7 @@ impl Recorder {
     }
 
     pub(super) fn script(&self, what: &'static str, scripts: impl IntoIterator<Item = Script>) {
-        locked(&self.state).scripts.entry(what).or_default().extend(scripts);
+        self.state.lock().scripts.entry(what).or_default().extend(scripts);
     }
 
     pub(super) fn advance(&self, by: Duration) {
@@ -172,14 +171,14 @@ impl Recorder {
     }
 
     pub(super) fn count(&self, what: &str) -> usize {
-        locked(&self.state).log.iter().filter(|entry| **entry == what).count()
+        self.state.lock().log.iter().filter(|entry| **entry == what).count()
     }
 }
 
 /// How a call is played.
 impl Recorder {
     fn note(&self, what: &'static str, deadline: Moment) -> Option<Script> {
-        let mut state = locked(&self.state);
+        let mut state = self.state.lock();
         state.log.push(what);
         state.deadlines.push((what, deadline));
         state.scripts.get_mut(what).and_then(VecDeque::pop_front)
@@ -259,7 +258,7 @@ impl LockBackend for Recorder {
     }
 
     fn watch(&self, key: &str, heard: OnHeard) -> Option<Box<dyn Watch>> {
-        let mut state = locked(&self.state);
+        let mut state = self.state.lock();
         state.log.push("watch");
         if state.scripts.get_mut("watch").and_then(VecDeque::pop_front).is_some() {
             return None;
@@ -288,7 +287,7 @@ impl LockBackend for Recorder {
             memory.release_by(lock_id, Moment::NEVER)
         });
         if answer.is_ok() {
-            let mut state = locked(&self.state);
+            let mut state = self.state.lock();
             state.released.push(lock_id.to_owned());
             state.released_on.push(std::thread::current().id());
         }
@@ -313,7 +312,7 @@ impl LockBackend for Recorder {
 
     fn renew(&self, leases: &[Renewal<'_>], deadline: Moment) -> Vec<Result<RenewOutcome>> {
         let script = self.note("renew", deadline);
-        locked(&self.state).batches.push(leases.len());
+        self.state.lock().batches.push(leases.len());
         self.renew_gate.pass();
         let busy = leases.iter().map(|_| Ok(RenewOutcome::Busy)).collect();
         let answer = self.play(Call::Renew, script, busy, |memory| Ok(memory.renew(leases, Moment::NEVER)));
@@ -321,7 +320,7 @@ impl LockBackend for Recorder {
     }
 
     fn reserve_renewals(&self, _: Moment, _: &CancelToken) -> Result<()> {
-        if *locked(&self.refuse_reserve) {
+        if *self.refuse_reserve.lock() {
             return Err(LockError::new(ErrorCode::InvalidArgument).with_message("no"));
         }
         self.reserved.fetch_add(1, Ordering::SeqCst);
@@ -345,7 +344,7 @@ impl LockBackend for Recorder {
     }
 
     fn close(&self) {
-        locked(&self.state).log.push("close");
+        self.state.lock().log.push("close");
         self.memory.close();
     }
 }
@@ -353,8 +352,8 @@ impl LockBackend for Recorder {
 impl Drop for Recorder {
     fn drop(&mut self) {
         assert!(tokio::runtime::Handle::try_current().is_err(), "dropped inside an async runtime");
-        if let Some(slot) = locked(&self.dropped).take() {
-            *locked(&slot) = Some(std::thread::current().name().unwrap_or("unnamed").to_owned());
+        if let Some(slot) = self.dropped.lock().take() {
+            *slot.lock() = Some(std::thread::current().name().unwrap_or("unnamed").to_owned());
         }
     }
 }

@@ -13,7 +13,7 @@ fn contention_is_waited_out_with_one_full_attempt_and_then_looks() {
     let guard_ = client(&backend).lock_with("k", &options).unwrap();
     assert_eq!(guard_.key(), "k");
     // A slow machine may also ask for a watch.
-    let log: Vec<_> = locked(&backend.state).log.iter().copied().filter(|call| *call != "watch").collect();
+    let log: Vec<_> = backend.state.lock().log.iter().copied().filter(|call| *call != "watch").collect();
     assert_eq!(log, ["attempt", "peek", "peek", "peek", "attempt"]);
 }
 
@@ -71,7 +71,7 @@ fn no_pause_is_longer_than_the_timeout_and_no_call_has_a_later_deadline() {
     });
     assert_eq!(waiter.join().unwrap().unwrap_err().code(), ErrorCode::AcquisitionTimeout);
     let late = start.after(s(3));
-    assert!(locked(&backend.state).deadlines.iter().all(|(_, deadline)| *deadline <= late));
+    assert!(backend.state.lock().deadlines.iter().all(|(_, deadline)| *deadline <= late));
 }
 
 #[test]
@@ -80,7 +80,7 @@ fn a_timeout_of_zero_makes_no_attempt() {
     let error = client(&backend).lock_with("k", &LockOptions::new().timeout(Duration::ZERO)).unwrap_err();
     assert_eq!(error.code(), ErrorCode::AcquisitionTimeout);
     assert!(error.to_string().contains("raise timeout"), "not the retries: {error}");
-    assert!(locked(&backend.state).log.is_empty());
+    assert!(backend.state.lock().log.is_empty());
 }
 
 #[test]
@@ -103,7 +103,7 @@ fn try_lock_asks_once_and_does_not_queue() {
     let backend = Recorder::system();
     backend.occupy("k");
     assert!(client(&backend).try_lock("k").unwrap().is_none());
-    assert_eq!(locked(&backend.state).log, ["attempt"]);
+    assert_eq!(backend.state.lock().log, ["attempt"]);
 }
 
 #[test]
@@ -121,7 +121,7 @@ fn sixteen_threads_are_served_in_the_order_they_came() {
             move || {
                 let options = LockOptions::new().wait_forever().max_retries(1).retry_delay(s(3600));
                 let held = client.lock_with("k", &options).unwrap();
-                locked(&order).push(n);
+                order.lock().push(n);
                 held.release().unwrap();
             }
         }));
@@ -133,7 +133,7 @@ fn sixteen_threads_are_served_in_the_order_they_came() {
     for thread in threads {
         thread.join().unwrap();
     }
-    assert_eq!(*locked(&order), (0..16).collect::<Vec<_>>());
+    assert_eq!(*order.lock(), (0..16).collect::<Vec<_>>());
     assert_eq!(client.engine().queue.waiting(&key), 0);
 }
 
@@ -157,7 +157,7 @@ fn sections_never_overlap() {
             });
         }
     });
-    assert_eq!(locked(&backend.state).released.len(), 400);
+    assert_eq!(backend.state.lock().released.len(), 400);
 }
 
 #[test]
@@ -214,7 +214,7 @@ fn a_grant_that_comes_late_is_extended_before_it_is_handed_out() {
     backend.script("attempt", [Script::Slow(ms(2600))]);
     let options = LockOptions::new().ttl(s(5)).heartbeat(Heartbeat::Off);
     let held = client.try_lock_with("k", &options).unwrap().unwrap();
-    assert_eq!(locked(&backend.state).log, ["attempt", "extend"]);
+    assert_eq!(backend.state.lock().log, ["attempt", "extend"]);
     assert_eq!(held.remaining(), s(5));
     assert_eq!(held.expires_at_ms(), backend.expiry("k"));
     drop(held);
@@ -260,7 +260,7 @@ fn after_an_unknown_outcome_the_error_has_the_id_and_the_worker_releases_it() {
         assert!(error.is_outcome_unknown());
         assert_eq!(error.key(), Some("k"));
         let id = error.lock_id().unwrap().to_owned();
-        eventually("the worker releases it", || locked(&backend.state).released.contains(&id));
+        eventually("the worker releases it", || backend.state.lock().released.contains(&id));
         eventually("the key is free", || backend.is_free("k"));
     }
 }
@@ -273,17 +273,17 @@ fn an_id_that_may_still_arrive_is_released_until_its_lease_would_be_over() {
     client.acquire("k", s(30)).unwrap_err();
     // The request may wait in the server for an operation's time before its lease begins.
     for _ in 0..30 + 1 + 5 {
-        let queue = || locked(&client.engine().registry.worker_queue);
+        let queue = || client.engine().registry.worker_queue.lock();
         eventually("another try", || queue().in_progress == 0 && queue().releases.next() > backend.now());
         backend.advance(s(1));
     }
-    let seen = || client.engine().registry.worker_queue.lock().unwrap().releases.is_empty();
+    let seen = || client.engine().registry.worker_queue.lock().releases.is_empty();
     eventually("given up after an operation's time, the ttl and the tolerance", seen);
     let tries = backend.count("release");
     assert!(tries >= 5, "{tries}");
     backend.advance(s(100));
     assert_eq!(backend.count("release"), tries);
-    assert!(locked(&reports).is_empty(), "nothing failed");
+    assert!(reports.lock().is_empty(), "nothing failed");
 }
 
 #[test]
@@ -297,7 +297,7 @@ fn bad_arguments_ask_nobody() {
     assert_eq!(client.extend("short", s(1)).map(drop).map_err(code), Err(ErrorCode::InvalidArgument));
     assert_eq!(client.owns("short").map_err(code), Err(ErrorCode::InvalidArgument));
     assert_eq!(client.get_by_key("").map(drop).map_err(code), Err(ErrorCode::InvalidArgument));
-    assert!(locked(&backend.state).log.is_empty());
+    assert!(backend.state.lock().log.is_empty());
 }
 
 #[test]
@@ -306,10 +306,10 @@ fn the_backend_prepares_renewals_once_and_may_refuse_before_anything_is_held() {
     let client = client(&backend);
     drop(client.lock_with("k", &LockOptions::new().heartbeat(Heartbeat::Off)).unwrap());
     assert_eq!(backend.reserved.load(Ordering::SeqCst), 0);
-    *locked(&backend.refuse_reserve) = true;
+    *backend.refuse_reserve.lock() = true;
     assert_eq!(client.lock("k").unwrap_err().code(), ErrorCode::InvalidArgument);
     assert_eq!(backend.count("attempt"), 1);
-    *locked(&backend.refuse_reserve) = false;
+    *backend.refuse_reserve.lock() = false;
     for _ in 0..3 {
         drop(client.lock("k").unwrap());
     }
@@ -396,7 +396,7 @@ fn a_long_wait_is_watched_and_what_is_heard_ends_it() {
         backend.advance(ms(10));
         backend.count("watch") == 1
     });
-    let (key, heard) = locked(&backend.state).watching[0].clone();
+    let (key, heard) = backend.state.lock().watching[0].clone();
     assert_eq!(key, "k");
     eventually("the look that was due is over", || {
         backend.advance(ms(250));
@@ -477,7 +477,7 @@ fn a_backend_that_cannot_watch_is_asked_again_later() {
     let looks = backend.count("peek") - before;
     assert!(looks > 4, "not at every look: {looks}");
     backend.remove("k");
-    let heard = locked(&backend.state).watching[0].1.clone();
+    let heard = backend.state.lock().watching[0].1.clone();
     heard(Heard::Freed);
     assert!(waiter.join().unwrap().unwrap().is_held());
 }
