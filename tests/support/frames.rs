@@ -24,6 +24,13 @@ pub fn text_at(frame: &[u8], at: usize) -> String {
     String::from_utf8_lossy(text).into_owned()
 }
 
+/// The code of an error that the server answers.
+pub fn sqlstate(frame: &[u8]) -> Option<String> {
+    let fields = frame.strip_prefix(b"E")?.get(4..)?;
+    let code = fields.split(|byte| *byte == 0).find_map(|field| field.strip_prefix(b"C"))?;
+    Some(String::from_utf8_lossy(code).into_owned())
+}
+
 /// A simple query as a message.
 pub fn query(sql: &str) -> Vec<u8> {
     message(b'Q', &[sql.as_bytes(), b"\0"])

@@ -19,7 +19,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::frames::{query, read_frame, rewritten, text_at};
+use super::frames::{query, read_frame, rewritten, sqlstate, text_at};
 
 /// Follows the name of a statement that the driver has bound, where rules see it.
 pub const BOUND: &str = " by Bind";
@@ -106,6 +106,7 @@ struct State {
     counts: BTreeMap<&'static str, u64>,
     last_answer: usize,
     zombies_over: u64,
+    late_error: Option<String>,
     bound: u64,
     queries: u64,
 }
@@ -141,6 +142,7 @@ impl Proxy {
             counts: BTreeMap::new(),
             last_answer: 0,
             zombies_over: 0,
+            late_error: None,
             bound: 0,
             queries: 0,
         };
@@ -216,6 +218,11 @@ impl Proxy {
     /// How many zombies have been answered, or met a closed connection.
     pub fn zombies_over(&self) -> u64 {
         self.inner.state().zombies_over
+    }
+
+    /// The SQLSTATE with which the server has refused a zombie.
+    pub fn late_error(&self) -> Option<String> {
+        self.inner.state().late_error.clone()
     }
 
     /// Cuts all open connections.
@@ -442,6 +449,12 @@ fn pump_answers(
         let frame = read_frame(&mut server, false);
         inner.wait_for_network();
         let mut answer = answer.lock().unwrap_or_else(PoisonError::into_inner);
+        if matches!(*answer, Answer::Unheard)
+            && let Ok(frame) = &frame
+            && let Some(state) = sqlstate(frame)
+        {
+            inner.state().late_error = Some(state);
+        }
         if matches!(*answer, Answer::Unheard) && frame.as_ref().is_ok_and(|frame| frame[0] == b'Z')
             || frame.is_err()
         {
