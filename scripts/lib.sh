@@ -137,17 +137,25 @@ ALL_VERSIONS=(13 14 15 16 17 18)
 OLDEST_AND_NEWEST=(13 18)
 
 # test_on_version MAJOR TEST…: runs these integration tests on a server of that version. A version
-# that cannot be had is a failure: what was not run is not known to work.
+# that cannot be had is a failure, and so is a name of no test: what was not run is not known to work.
 test_on_version() {
-    local major=$1 bindir name tests=()
+    local major=$1 bindir name known tests=()
+    local programs=(cargo test --locked --all-features --no-fail-fast --test it --test process)
     shift
     bindir=$(scripts/fetch-postgres "$major") ||
         die "PostgreSQL $major was NOT tested: it could not be fetched. To test the installed version alone: SYNCGUARD_ONE_VERSION=1"
-    for name in "$@"; do tests+=("$name::"); done
+    known=$("${programs[@]}" -- --list) || return
+    for name in "$@"; do
+        if ! grep -q "^$name::.*: test\$" <<<"$known"; then
+            echo "error: no integration test is in a file $name" >&2
+            return 1
+        fi
+        tests+=("$name::")
+    done
     # A fifth of the random histories per version: they are played in full on the installed one.
     env -u SYNCGUARD_TEST_URL SYNCGUARD_TEST_PG_BINDIR="$bindir" \
         SYNCGUARD_SEQUENCES="${SYNCGUARD_SEQUENCES:-2000}" \
-        cargo test --locked --all-features --no-fail-fast --test it --test process -- "${tests[@]}"
+        "${programs[@]}" -- "${tests[@]}"
 }
 
 # --- a throwaway server ----------------------------------------------------------------------
