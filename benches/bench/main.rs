@@ -5,8 +5,7 @@
 #![allow(clippy::unwrap_used, clippy::indexing_slicing, clippy::print_stdout, clippy::print_stderr)]
 #![allow(clippy::cast_precision_loss, clippy::cast_sign_loss, clippy::cast_possible_truncation)]
 
-#[path = "../../tests/support/mod.rs"]
-mod support;
+use syncguard_test_support as support;
 
 mod cpu;
 mod cycles;

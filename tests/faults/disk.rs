@@ -79,7 +79,7 @@ fn tenant(parent: &Parent) {
 #[test]
 fn a_full_disk_loses_nothing_that_was_granted() {
     worker::part("tenant", tenant);
-    let room = Room::new();
+    let room = Room::create();
     let mut tenant =
         Worker::start_in(&room, 150, "disk::a_full_disk_loses_nothing_that_was_granted", "tenant");
     let (lines, status) = tenant.report(crate::support::LIMIT * 2);

@@ -9,8 +9,7 @@
 )]
 #![allow(unreachable_pub, dead_code, clippy::print_stdout, reason = "one program of several modules")]
 
-#[path = "../support/mod.rs"]
-mod support;
+use syncguard_test_support as support;
 
 mod bounds;
 mod checker;

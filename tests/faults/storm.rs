@@ -347,7 +347,7 @@ fn no_wrong_answer_under_random_faults() {
         assert!(report.bound > 100, "statements that the driver has prepared were met, too");
     });
     // Its server has a small disk, which can be filled.
-    let room = Room::new();
+    let room = Room::create();
     let mut storm = Worker::start_in(&room, 400, "storm::no_wrong_answer_under_random_faults", "storm");
     let (lines, status) = storm.report(Duration::from_secs(crate::seconds() + 120));
     assert!(status.success(), "the storm has found something: {status}");

@@ -38,8 +38,7 @@
 //! | `several_hosts` | Lists of hosts: silent ones, sockets beside TCP, standbys, and names without a name server. |
 //! | `swallowed_changes` | Triggers that swallow a change: a row that was found and not changed is an error that says so, and |
 
-#[path = "../support/mod.rs"]
-mod support;
+use syncguard_test_support as support;
 
 mod advisory;
 mod advisory_limits;

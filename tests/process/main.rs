@@ -17,8 +17,7 @@
 //! | `wake_ups` | A release calls those who wait for the key in other processes, if there are any. |
 //! | `wake_ups_faults` | Whoever is not called looks, and gets the lock all the same: behind poolers, with a listener that |
 
-#[path = "../support/mod.rs"]
-mod support;
+use syncguard_test_support as support;
 
 mod advisory_faults;
 mod closing;

@@ -3,8 +3,6 @@
 
 #![allow(clippy::expect_used, clippy::panic, reason = "a test says by a panic what it did not expect")]
 
-// Of the shared module this needs one file only.
-#[allow(dead_code, unreachable_pub, reason = "shared by test binaries")]
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -15,9 +15,6 @@
 //! | `telemetry` | The decorator: what it reports, and that nothing a callback does reaches an operation. |
 //! | `values` | Values that every SyncGuard client computes alike: vectors/keys.json comes from another |
 
-#[path = "../support/source.rs"]
-mod source;
-
 mod api_guidelines;
 mod architecture;
 mod documents;
@@ -27,6 +24,7 @@ mod own_code;
 mod public_contract;
 mod requirements;
 mod security_fuzz;
+mod source;
 mod specification;
 mod telemetry;
 mod values;

@@ -267,7 +267,9 @@ impl Cluster {
     }
 
     fn template(&self) -> Option<PathBuf> {
-        let dir = PathBuf::from(option_env!("CARGO_TARGET_TMPDIR")?);
+        // Beside the folder of the profile, as Cargo's own CARGO_TARGET_TMPDIR.
+        let program = std::env::current_exe().ok()?;
+        let dir = program.ancestors().nth(3)?.join("tmp");
         fs::create_dir_all(&dir).ok()?;
         let mut hash = DefaultHasher::new();
         (&self.binaries.dir, self.account.owner()).hash(&mut hash);

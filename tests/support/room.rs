@@ -16,7 +16,7 @@ pub struct Room {
 }
 
 impl Room {
-    pub fn new() -> Self {
+    pub fn create() -> Self {
         let account = Account::find().unwrap_or_else(|message| panic!("{message}"));
         let parent = account.temp_dir().unwrap_or_else(|message| panic!("{message}"));
         let dir = parent.join(format!("syncguard-room-{}", super::unique()));

@@ -1,8 +1,8 @@
-//! What the integration tests share: a PostgreSQL server of their own, a schema per test, ways to
+//! What the tests with a server and the benchmarks share, built once for all of them: a PostgreSQL server of their own, a schema per test, ways to
 //! wait for a condition, captured log lines, and worker processes.
 //!
 //! ```ignore
-//! mod support;
+//! use syncguard_test_support as support;
 //!
 //! #[test]
 //! fn a_key_that_is_held_is_refused() {
@@ -20,24 +20,6 @@
 //! | `SYNCGUARD_TEST_PG_USER` | the account that runs the server when the caller is root |
 //! | `SYNCGUARD_TEST_URL` | an existing server for [`server`] and [`schema`]; nothing is started |
 
-// Every test binary compiles this module and uses a part of it; and a helper that meets something
-// unexpected has one way to say so, which is to panic.
-#![allow(dead_code, unused_imports, unreachable_pub)]
-#![allow(
-    clippy::expect_used,
-    clippy::panic,
-    clippy::print_stderr,
-    clippy::print_stdout,
-    clippy::must_use_candidate
-)]
-#![allow(
-    clippy::needless_pass_by_value,
-    clippy::struct_excessive_bools,
-    clippy::redundant_closure_for_method_calls,
-    clippy::unused_self
-)]
-#![allow(clippy::indexing_slicing, clippy::missing_panics_doc)]
-
 pub mod account;
 mod alone;
 pub mod binaries;
@@ -45,8 +27,8 @@ pub mod bouncer;
 pub mod clock;
 pub mod cluster;
 pub mod forward;
-pub mod frames;
-pub mod keeper;
+mod frames;
+mod keeper;
 pub mod leases;
 pub mod listeners;
 pub mod logs;
@@ -60,7 +42,7 @@ pub mod script;
 pub mod server;
 pub mod session_locks;
 pub mod standby;
-pub mod stored;
+mod stored;
 pub mod tls;
 pub mod wait;
 pub mod wire;
