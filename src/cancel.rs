@@ -19,12 +19,13 @@ mod family;
 
 use std::collections::HashMap;
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::error::{LockError, Result};
 use crate::model::time::deadline_after;
+use crate::sync::{Condvar, Mutex};
 use family::Family;
 
 /// A flag that ends waits: clone it, share it between threads, fire it once.
@@ -54,7 +55,7 @@ struct Handle(Arc<Node>);
 struct Node {
     fired: AtomicBool,
     hooks: Mutex<Hooks>,
-    wake: Condvar,
+    changed: Condvar,
     /// Its family, once it has had a parent or a child.
     home: Mutex<Option<Arc<Mutex<Family>>>>,
 }
@@ -115,15 +116,7 @@ impl CancelToken {
         };
         let node = &handle.0;
         let end = deadline_after(timeout);
-        let mut hooks = node.hooks();
-        while !node.has_fired() {
-            let rest = end.saturating_duration_since(Instant::now());
-            if rest.is_zero() {
-                return false;
-            }
-            hooks = node.wake.wait_timeout(hooks, rest).unwrap_or_else(PoisonError::into_inner).0;
-        }
-        true
+        node.changed.wait_while(node.hooks.lock(), end, |_| !node.has_fired()).1
     }
 
     /// A token that fires with this one, and can also be fired alone. It does not keep this one: a chain
@@ -168,7 +161,7 @@ impl CancelToken {
     pub(crate) fn subscribe(&self, hook: impl FnOnce() + Send + 'static) -> Option<Subscription> {
         let node = &self.0.as_ref()?.0;
         {
-            let mut hooks = node.hooks();
+            let mut hooks = node.hooks.lock();
             if !node.has_fired() {
                 hooks.next += 1;
                 let id = hooks.next;
@@ -181,25 +174,16 @@ impl CancelToken {
     }
 }
 
-/// The data is valid after every statement, so that a panic elsewhere does not matter.
-fn guard<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Node {
-    fn hooks(&self) -> MutexGuard<'_, Hooks> {
-        guard(&self.hooks)
-    }
-
     fn has_fired(&self) -> bool {
         self.fired.load(Ordering::SeqCst)
     }
 
     /// Fires this token alone. Its hooks are the caller's to run.
     fn fire(&self) -> HashMap<u64, Hook> {
-        let mut hooks = self.hooks();
+        let mut hooks = self.hooks.lock();
         self.fired.store(true, Ordering::SeqCst);
-        self.wake.notify_all();
+        self.changed.notify_all();
         std::mem::take(&mut hooks.list)
     }
 }
@@ -207,7 +191,7 @@ impl Node {
 impl Drop for Handle {
     fn drop(&mut self) {
         // Nobody has a handle any more to give it a first relative meanwhile.
-        let related = guard(&self.0.home).is_some();
+        let related = self.0.home.lock().is_some();
         if related {
             family::remove(&self.0);
         }
@@ -235,7 +219,7 @@ impl Subscription {
 
     fn take(&self) -> bool {
         // The hook is dropped after the mutex is free: its captures are foreign code.
-        let hook = self.node.hooks().list.remove(&self.id);
+        let hook = self.node.hooks.lock().list.remove(&self.id);
         hook.is_some()
     }
 }

@@ -8,10 +8,12 @@
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};
 
 use tokio::runtime::Handle;
+
+use crate::sync::Mutex;
 
 /// Starts a thread with a name. A panic in it ends there.
 pub(crate) fn spawn(name: &str, call: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
@@ -67,14 +69,13 @@ pub(crate) fn drop_legally<T: Send + 'static>(value: T) {
 pub(crate) fn hand_over<T: Send + 'static>(value: T, call: impl FnOnce(T) + Send + 'static) {
     let slot = Arc::new(Mutex::new(Some(value)));
     let there = Arc::clone(&slot);
-    let take = |slot: &Mutex<Option<T>>| slot.lock().unwrap_or_else(PoisonError::into_inner).take();
     let spawned = spawn("syncguard-close", move || {
-        if let Some(value) = take(&there) {
+        if let Some(value) = there.lock().take() {
             call(value);
         }
     });
     if spawned.is_err() {
-        std::mem::forget(take(&slot));
+        std::mem::forget(slot.lock().take());
     }
 }
 

@@ -1,9 +1,10 @@
 //! Who is whose child, among the tokens that somebody holds and that have not fired.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
-use super::{Hook, Node, guard};
+use super::{Hook, Node};
+use crate::sync::Mutex;
 
 /// Tokens that are related, over however many others, or once were. Two families become one when a
 /// token gets parents in both; a family never splits.
@@ -30,10 +31,10 @@ pub(super) fn add(child: &Arc<Node>, parents: &[&Arc<Node>]) {
             unite(first, other);
         }
         let home = home(first);
-        let mut family = guard(&home);
+        let mut family = home.lock();
         if parents.iter().all(|parent| parent.lives_in(&home) && !parent.has_fired()) {
             family.insert(child);
-            *guard(&child.home) = Some(Arc::clone(&home));
+            *child.home.lock() = Some(Arc::clone(&home));
             for parent in parents {
                 family.relate(name(parent), name(child));
             }
@@ -65,13 +66,13 @@ fn home(node: &Arc<Node>) -> Arc<Mutex<Family>> {
         family.insert(node);
         Arc::new(Mutex::new(family))
     };
-    Arc::clone(guard(&node.home).get_or_insert_with(found))
+    Arc::clone(node.home.lock().get_or_insert_with(found))
 }
 
 fn in_family<R>(node: &Arc<Node>, act: impl FnOnce(&mut Family) -> R) -> R {
     loop {
         let home = home(node);
-        let mut family = guard(&home);
+        let mut family = home.lock();
         // It may have become part of another one before we had the mutex.
         if node.lives_in(&home) {
             return act(&mut family);
@@ -89,7 +90,7 @@ fn unite(one: &Arc<Node>, two: &Arc<Node>) {
     if Arc::as_ptr(&low) > Arc::as_ptr(&high) {
         std::mem::swap(&mut low, &mut high);
     }
-    let (mut first, mut second) = (guard(&low), guard(&high));
+    let (mut first, mut second) = (low.lock(), high.lock());
     if ![one, two].iter().all(|node| node.lives_in(&low) || node.lives_in(&high)) {
         return;
     }
@@ -99,14 +100,14 @@ fn unite(one: &Arc<Node>, two: &Arc<Node>) {
         (&mut *second, &mut *first, &low)
     };
     for member in from.members.values() {
-        *guard(&member.node.home) = Some(Arc::clone(home));
+        *member.node.home.lock() = Some(Arc::clone(home));
     }
     into.members.append(&mut from.members);
 }
 
 impl Node {
     fn lives_in(&self, family: &Arc<Mutex<Family>>) -> bool {
-        guard(&self.home).as_ref().is_some_and(|home| Arc::ptr_eq(home, family))
+        self.home.lock().as_ref().is_some_and(|home| Arc::ptr_eq(home, family))
     }
 }
 

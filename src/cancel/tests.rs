@@ -44,7 +44,7 @@ fn a_dropped_child_leaves_nothing_at_its_parent() {
         drop(parent.child());
     }
     assert_eq!(relatives(&parent), 1);
-    assert!(parent.0.as_ref().unwrap().0.hooks().list.is_empty());
+    assert!(parent.0.as_ref().unwrap().0.hooks.lock().list.is_empty());
 }
 
 #[test]
@@ -77,7 +77,7 @@ fn a_hook_that_will_have_its_turn_cannot_be_taken_away() {
         let (tell, gate) = (tell.clone(), Arc::clone(&gate));
         move || {
             tell.send(()).unwrap();
-            gate.lock().unwrap().recv().unwrap();
+            gate.lock().recv().unwrap();
         }
     };
     let early = token.subscribe(hook()).unwrap();

@@ -1,17 +1,18 @@
 //! What a test does to a [`MemoryBackend`], and what it sees in it.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use crate::backend::{AcquireResult, Acquired};
 use crate::error::Result;
+use crate::memory::MemoryBackend;
 use crate::memory::fault::{Call, Fault, Gate, GateInner, Kind, Loss, Orders};
 use crate::memory::store::{OrderedLoss, Store};
 use crate::memory::time::ServerTime;
-use crate::memory::{MemoryBackend, lock};
 use crate::model::lock_id::LockId;
 use crate::model::time::{Clock, MAX_TTL, TIME_TOLERANCE_MS, Ttl, deadline_after};
+use crate::sync::{Condvar, Mutex};
 
 /// Time.
 impl MemoryBackend {
@@ -19,25 +20,25 @@ impl MemoryBackend {
     /// one, together. Wakes guards and calls that wait for it. On the system's time only the
     /// server's clock can be moved.
     pub fn advance(&self, by: Duration) {
-        lock(&self.shared.state).time.advance(by);
+        self.shared.state.lock().time.advance(by);
         self.shared.clock.advance(by);
     }
 
     /// Moves the server's clock alone, forward or back: it was set, or a standby with another
     /// time took over. The holders' own view of their leases does not change.
     pub fn shift_server_clock(&self, by_ms: i64) {
-        lock(&self.shared.state).time.shift_ms(by_ms);
+        self.shared.state.lock().time.shift_ms(by_ms);
     }
 
     /// Sets the server's clock alone, in Unix milliseconds.
     pub fn set_server_time(&self, now_ms: i64) {
-        lock(&self.shared.state).time.set_ms(now_ms);
+        self.shared.state.lock().time.set_ms(now_ms);
     }
 
     /// The server's time, in Unix milliseconds.
     #[must_use]
     pub fn server_time(&self) -> i64 {
-        lock(&self.shared.state).time.now_ms()
+        self.shared.state.lock().time.now_ms()
     }
 }
 
@@ -99,12 +100,12 @@ impl MemoryBackend {
 impl MemoryBackend {
     /// The next call of this kind that has no such order before it fails.
     pub fn fail_next(&self, call: Call, fault: impl Into<Fault>) {
-        lock(&self.shared.orders).push_next(call, fault.into());
+        self.shared.orders.lock().push_next(call, fault.into());
     }
 
     /// Every call of this kind fails, until [`heal`](MemoryBackend::heal).
     pub fn fail_every(&self, call: Call, fault: impl Into<Fault>) {
-        lock(&self.shared.orders).set_every(call, fault.into());
+        self.shared.orders.lock().set_every(call, fault.into());
     }
 
     /// Every call of every kind fails: the server is away.
@@ -141,7 +142,7 @@ impl MemoryBackend {
 
     /// Takes back all orders that are still waiting. Gates stay as they are.
     pub fn heal(&self) {
-        lock(&self.shared.orders).clear();
+        self.shared.orders.lock().clear();
         self.shared.decide(|store, _| store.clear_losses());
     }
 }
@@ -176,7 +177,7 @@ impl MemoryBackend {
     /// How many calls of this kind have arrived, without those refused for their arguments.
     #[must_use]
     pub fn calls(&self, call: Call) -> u64 {
-        lock(&self.shared.counts).arrived.get(&call).copied().unwrap_or(0)
+        self.shared.counts.lock().arrived.get(&call).copied().unwrap_or(0)
     }
 
     /// Waits until so many calls of this kind have been answered, for at most `limit` of real time.
@@ -191,23 +192,15 @@ impl MemoryBackend {
     #[must_use = "false means that the calls did not come"]
     pub fn wait_for_answers(&self, call: Call, calls: u64, limit: Duration) -> bool {
         let end = deadline_after(limit);
-        let mut counts = lock(&self.shared.counts);
-        while counts.answered.get(&call).copied().unwrap_or(0) < calls {
-            let rest = end.saturating_duration_since(Instant::now());
-            if rest.is_zero() {
-                return false;
-            }
-            let woken = self.shared.answered.wait_timeout(counts, rest);
-            counts = woken.unwrap_or_else(PoisonError::into_inner).0;
-        }
-        true
+        let missing = |counts: &mut Counts| counts.answered.get(&call).copied().unwrap_or(0) < calls;
+        self.shared.answered.wait_while(self.shared.counts.lock(), end, missing).1
     }
 
     /// How often [`close`](crate::LockBackend::close) was called. The leases of a closed backend
     /// stay, and so do its clones: it stands for the server as well as for its clients.
     #[must_use]
     pub fn closes(&self) -> u64 {
-        lock(&self.shared.counts).closes
+        self.shared.counts.lock().closes
     }
 }
 
@@ -258,35 +251,35 @@ impl Shared {
 
     /// One indivisible step at one server time.
     pub(super) fn decide<T>(&self, work: impl FnOnce(&mut Store, i64) -> T) -> T {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         let now = state.time.now_ms();
         work(&mut state.store, now)
     }
 
     pub(super) fn take_fault(&self, call: Call) -> Option<Fault> {
-        lock(&self.orders).take(call)
+        self.orders.lock().take(call)
     }
 
     /// Counts a call now, and its answer when the result is dropped.
     pub(super) fn arrive(&self, call: Call) -> Answer<'_> {
-        *lock(&self.counts).arrived.entry(call).or_default() += 1;
+        *self.counts.lock().arrived.entry(call).or_default() += 1;
         Answer { shared: self, call }
     }
 
     pub(super) fn count_close(&self) {
-        lock(&self.counts).closes += 1;
+        self.counts.lock().closes += 1;
     }
 
     fn gate(&self) -> Gate {
         let gate = Arc::<GateInner>::default();
-        let mut gates = lock(&self.gates);
+        let mut gates = self.gates.lock();
         gates.retain(|gate| gate.strong_count() > 0);
         gates.push(Arc::downgrade(&gate));
         Gate(gate)
     }
 
     fn nudge_gates(&self) {
-        let gates = lock(&self.gates).clone();
+        let gates = self.gates.lock().clone();
         for gate in gates.iter().filter_map(Weak::upgrade) {
             gate.nudge();
         }
@@ -301,7 +294,7 @@ pub(super) struct Answer<'a> {
 
 impl Drop for Answer<'_> {
     fn drop(&mut self) {
-        *lock(&self.shared.counts).answered.entry(self.call).or_default() += 1;
+        *self.shared.counts.lock().answered.entry(self.call).or_default() += 1;
         self.shared.answered.notify_all();
     }
 }

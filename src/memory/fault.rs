@@ -2,12 +2,13 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::time::Duration;
 
 use crate::cancel::CancelToken;
 use crate::error::ErrorCode;
 use crate::model::time::{Clock, Moment, deadline_after};
+use crate::sync::{Condvar, Mutex};
 
 /// The calls that a [`MemoryBackend`](crate::MemoryBackend) counts and that faults are ordered for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -135,7 +136,7 @@ pub struct Gate(pub(super) Arc<GateInner>);
 #[derive(Default)]
 pub(super) struct GateInner {
     state: Mutex<GateState>,
-    wake: Condvar,
+    changed: Condvar,
 }
 
 #[derive(Default)]
@@ -156,8 +157,8 @@ pub(super) enum Stay {
 impl Gate {
     /// Lets the calls go on, those inside and all that come later.
     pub fn open(&self) {
-        self.0.state().open = true;
-        self.0.wake.notify_all();
+        self.0.state.lock().open = true;
+        self.0.changed.notify_all();
     }
 
     /// Waits until this many calls have arrived in total, for at most `limit` of real time.
@@ -172,21 +173,13 @@ impl Gate {
     #[must_use = "false means that the calls did not come"]
     pub fn wait_for_calls(&self, calls: usize, limit: Duration) -> bool {
         let end = deadline_after(limit);
-        let mut state = self.0.state();
-        while state.arrived < calls {
-            let rest = end.saturating_duration_since(Instant::now());
-            if rest.is_zero() {
-                return false;
-            }
-            state = self.0.wake.wait_timeout(state, rest).unwrap_or_else(PoisonError::into_inner).0;
-        }
-        true
+        self.0.changed.wait_while(self.0.state.lock(), end, |state| state.arrived < calls).1
     }
 
     /// How many calls hang in it now.
     #[must_use]
     pub fn inside(&self) -> usize {
-        self.0.state().inside
+        self.0.state.lock().inside
     }
 }
 
@@ -206,17 +199,17 @@ impl GateInner {
     /// Wakes whoever waits, to look at the clock and the token again.
     pub(super) fn nudge(&self) {
         // Taking the lock orders this after the look that precedes a wait.
-        drop(self.state());
-        self.wake.notify_all();
+        drop(self.state.lock());
+        self.changed.notify_all();
     }
 
     pub(super) fn hold(self: &Arc<Self>, clock: &Clock, deadline: Moment, cancel: &CancelToken) -> Stay {
         let gate = Arc::clone(self);
         let subscription = cancel.subscribe(move || gate.nudge());
-        let mut state = self.state();
+        let mut state = self.state.lock();
         state.arrived += 1;
         state.inside += 1;
-        self.wake.notify_all();
+        self.changed.notify_all();
         let stay = loop {
             if cancel.is_cancelled() {
                 break Stay::Cancelled;
@@ -231,15 +224,11 @@ impl GateInner {
             // A manual clock nudges when it is moved; real time says nothing about it.
             let rest = if clock.is_manual() { Duration::from_secs(3600) } else { deadline.since(now) };
             let rest = rest.min(Duration::from_secs(3600));
-            state = self.wake.wait_timeout(state, rest).unwrap_or_else(PoisonError::into_inner).0;
+            state = self.changed.wait_for(state, rest);
         };
         state.inside -= 1;
         drop(state);
         drop(subscription);
         stay
-    }
-
-    fn state(&self) -> MutexGuard<'_, GateState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -125,7 +125,7 @@
 //!
 //! One mutex guards the state, and each operation is one critical section in which the server's
 //! time is read once. Calls hang before or after that section, never inside; no lock is held while
-//! foreign code runs (clock wakers, token hooks, the logger).
+//! user code runs (clock wakers, token hooks, the logger).
 
 mod control;
 mod fault;
@@ -133,7 +133,7 @@ mod store;
 mod time;
 
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::backend::{
@@ -516,8 +516,4 @@ impl Failure {
             None => error,
         }
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

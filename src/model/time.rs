@@ -5,10 +5,11 @@
 //! trust its own lease and how long a call may take; it never leaves this process.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::error::{LockError, Result};
+use crate::sync::Mutex;
 
 /// How long after its expiry a lease still counts as live, for everyone, in milliseconds.
 ///
@@ -133,7 +134,7 @@ impl Clock {
     pub fn now(&self) -> Moment {
         match &self.0 {
             None => system_now(),
-            Some(manual) => Moment(*manual.now.lock().unwrap_or_else(PoisonError::into_inner)),
+            Some(manual) => Moment(*manual.now.lock()),
         }
     }
 
@@ -141,11 +142,11 @@ impl Clock {
     pub fn advance(&self, by: Duration) {
         if let Some(manual) = &self.0 {
             {
-                let mut now = manual.now.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut now = manual.now.lock();
                 *now = now.saturating_add(by);
             }
             // Copied out: no lock is held while foreign code runs.
-            let wakers = manual.wakers.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            let wakers = manual.wakers.lock().clone();
             for waker in wakers {
                 waker();
             }
@@ -161,7 +162,7 @@ impl Clock {
     /// Has `wake` called after each [`Clock::advance`]. The system's clock never calls it.
     pub fn on_advance(&self, wake: impl Fn() + Send + Sync + 'static) {
         if let Some(manual) = &self.0 {
-            manual.wakers.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::new(wake));
+            manual.wakers.lock().push(Arc::new(wake));
         }
     }
 }

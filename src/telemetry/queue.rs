@@ -6,8 +6,8 @@
 //! 2. Foreign code (callback, predicate, and the drop of what they panicked with) runs on the
 //!    telemetry thread alone, with no lock held and under `catch_unwind`.
 //! 3. Each event that was offered is counted once: as `delivered`, as `dropped`, in `waiting`, or as
-//!    the one in hand. `queued` and `settled` count only what entered the queue; it is first in,
-//!    first out, so `settled >= n` says that the first `n` of them are over. (An event refused
+//!    the one in hand. `queued` and `finished` count only what entered the queue; it is first in,
+//!    first out, so `finished >= n` says that the first `n` of them are over. (An event refused
 //!    for lack of room must not count there: a flush would end too early.)
 //! 4. There is at most one thread, started with the first event. It ends when the queue is closed
 //!    and empty, or closed and given up; then `stage` is `Ended` for good.
@@ -18,12 +18,13 @@
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::thread::{self, JoinHandle, ThreadId};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::model::hash::hash_key;
 use crate::model::time::deadline_after;
+use crate::sync::{Condvar, Mutex};
 use crate::telemetry::event::{LockEvent, Raw, TelemetryOptions};
 use crate::threads::{contained, spawn};
 
@@ -50,15 +51,15 @@ struct Queue {
     state: Mutex<State>,
     /// Something was appended, or the queue was closed: for the thread.
     filled: Condvar,
-    /// An event was settled, or the thread ended: for those who flush.
-    settled: Condvar,
+    /// An event was finished, or the thread ended: for those who flush.
+    progress: Condvar,
 }
 
 #[derive(Default)]
 struct State {
     waiting: VecDeque<LockEvent>,
     queued: u64,
-    settled: u64,
+    finished: u64,
     delivered: u64,
     dropped: u64,
     panics: u64,
@@ -85,14 +86,14 @@ enum Stage {
 impl Sink {
     pub(super) fn new(options: TelemetryOptions) -> Self {
         let queue =
-            Queue { options, state: Mutex::default(), filled: Condvar::new(), settled: Condvar::new() };
+            Queue { options, state: Mutex::default(), filled: Condvar::new(), progress: Condvar::new() };
         Self { queue: Arc::new(queue), thread: Mutex::new(None) }
     }
 
     /// Appends what fits and counts the rest as dropped.
     pub(super) fn offer(&self, events: impl IntoIterator<Item = LockEvent>) {
-        let (wake, start) = {
-            let mut state = self.queue.state();
+        let (idle, start) = {
+            let mut state = self.queue.state.lock();
             for event in events {
                 if state.waiting.len() < self.queue.options.capacity {
                     state.queued += 1;
@@ -109,8 +110,8 @@ impl Sink {
         };
         if start {
             self.start();
-        } else if wake {
-            self.queue.filled.notify_one();
+        } else if idle {
+            self.queue.filled.notify_all();
         }
     }
 
@@ -119,9 +120,9 @@ impl Sink {
         let queue = Arc::clone(&self.queue);
         let spawned = spawn("syncguard-telemetry", move || queue.run());
         if let Ok(handle) = spawned {
-            *self.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(handle);
+            *self.thread.lock() = Some(handle);
         } else {
-            let mut state = self.queue.state();
+            let mut state = self.queue.state.lock();
             state.stage = Stage::Fresh;
         }
     }
@@ -150,7 +151,7 @@ impl TelemetryHandle {
     /// How many events the callback has had, those in which it panicked included.
     #[must_use]
     pub fn delivered(&self) -> u64 {
-        self.queue.state().delivered
+        self.queue.state.lock().delivered
     }
 
     /// How long the end of a client waits.
@@ -161,13 +162,13 @@ impl TelemetryHandle {
     /// How many events were dropped because the callback was too slow.
     #[must_use]
     pub fn dropped(&self) -> u64 {
-        self.queue.state().dropped
+        self.queue.state.lock().dropped
     }
 
     /// In how many events the callback panicked.
     #[must_use]
     pub fn panics(&self) -> u64 {
-        self.queue.state().panics
+        self.queue.state.lock().panics
     }
 }
 
@@ -185,7 +186,7 @@ impl Drop for Sink {
     fn drop(&mut self) {
         let timeout = self.queue.options.flush_timeout;
         let ended = self.queue.close(timeout);
-        let thread = self.thread.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        let thread = self.thread.lock().take();
         // Only a thread that has said that it is over is joined; one that hangs in a callback is
         // left behind and ends when the callback returns, which may be never.
         if let (true, Some(thread)) = (ended, thread) {
@@ -196,23 +197,23 @@ impl Drop for Sink {
 
 impl Queue {
     fn run(&self) {
-        self.state().worker = Some(thread::current().id());
+        self.state.lock().worker = Some(thread::current().id());
         while let Some(event) = self.next() {
             let panicked = self.deliver(event);
-            let mut state = self.state();
-            state.settled += 1;
+            let mut state = self.state.lock();
+            state.finished += 1;
             state.delivered += 1;
             state.panics += u64::from(panicked);
             drop(state);
-            self.settled.notify_all();
+            self.progress.notify_all();
         }
-        self.state().stage = Stage::Ended;
-        self.settled.notify_all();
+        self.state.lock().stage = Stage::Ended;
+        self.progress.notify_all();
     }
 
     /// The next event; `None` when the thread is to end.
     fn next(&self) -> Option<LockEvent> {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         loop {
             match state.stage {
                 Stage::GivenUp | Stage::Ended => {
@@ -227,7 +228,7 @@ impl Queue {
                 return Some(event);
             }
             state.idle = true;
-            state = self.filled.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = self.filled.wait(state);
             state.idle = false;
         }
     }
@@ -249,29 +250,21 @@ impl Queue {
         called.is_none()
     }
 
-    /// Waits until everything queued before now is settled. A callback cannot wait for itself.
+    /// Waits until everything queued before now is finished. A callback cannot wait for itself.
     fn flush(&self, timeout: Duration) -> bool {
         let end = deadline_after(timeout);
-        let mut state = self.state();
+        let state = self.state.lock();
         let goal = state.queued;
-        loop {
-            if state.settled >= goal {
-                return true;
-            }
-            let itself = state.worker == Some(thread::current().id());
-            match rest(end) {
-                Some(rest) if !itself => {
-                    state = self.settled.wait_timeout(state, rest).unwrap_or_else(PoisonError::into_inner).0;
-                }
-                _ => return false,
-            }
+        if state.worker == Some(thread::current().id()) {
+            return state.finished >= goal;
         }
+        self.progress.wait_while(state, end, |state| state.finished < goal).1
     }
 
     /// Ends the thread, and waits until it has: whether it is over and may be joined.
     fn close(&self, timeout: Duration) -> bool {
         let end = deadline_after(timeout);
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if matches!(state.stage, Stage::Fresh) {
             state.drop_waiting();
             return false;
@@ -284,19 +277,12 @@ impl Queue {
         if state.worker == Some(thread::current().id()) {
             return false;
         }
-        while state.stage != Stage::Ended {
-            let Some(rest) = rest(end) else {
-                state.stage = Stage::GivenUp;
-                self.filled.notify_all();
-                return false;
-            };
-            state = self.settled.wait_timeout(state, rest).unwrap_or_else(PoisonError::into_inner).0;
+        let (mut state, ended) = self.progress.wait_while(state, end, |state| state.stage != Stage::Ended);
+        if !ended {
+            state.stage = Stage::GivenUp;
+            self.filled.notify_all();
         }
-        true
-    }
-
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        ended
     }
 }
 
@@ -304,13 +290,7 @@ impl State {
     fn drop_waiting(&mut self) {
         let left = u64::try_from(self.waiting.len()).unwrap_or(u64::MAX);
         self.waiting.clear();
-        self.settled += left;
+        self.finished += left;
         self.dropped += left;
     }
-}
-
-/// What is left until `end`, for one wait; `None` when it is over.
-fn rest(end: Instant) -> Option<Duration> {
-    let rest = end.saturating_duration_since(Instant::now());
-    (!rest.is_zero()).then_some(rest)
 }
