@@ -151,10 +151,11 @@ mod cancel;
 mod client;
 pub mod diagnostics;
 mod error;
+mod leases;
 mod lock;
 pub mod memory;
 mod model;
-mod postgres;
+mod pg;
 mod sync;
 pub mod telemetry;
 mod threads;
@@ -182,8 +183,8 @@ pub use advisory::{
 };
 
 pub use diagnostics::{get_by_id, get_by_id_raw, get_by_key, get_by_key_raw, owns};
+pub use leases::{BrokenLock, CLEANUP_GUARD_MS, Counts, IdleCounter, Operator, Waiter};
 pub use memory::MemoryBackend;
-pub use postgres::{BrokenLock, CLEANUP_GUARD_MS, Counts, IdleCounter, Operator, Waiter};
 pub use telemetry::{
     EventResult, LockEvent, Operation, Telemetry, TelemetryHandle, TelemetryOptions, with_telemetry,
 };
@@ -198,7 +199,7 @@ pub use model::lock_id::validate_lock_id;
 pub use model::time::{MAX_TTL, TIME_TOLERANCE_MS, is_live};
 
 // The versions whose types are in this interface: for a pool of the caller's.
-pub use {r2d2, r2d2_postgres};
+pub use {postgres, r2d2, r2d2_postgres};
 
 /// A panic that is caught on its way through one of these leaves it of use: state changes in whole steps,
 /// mutexes are not poisoned, and what callers pass in runs contained.

@@ -19,7 +19,7 @@ use crate::advisory::{self_test, sql};
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::model::time::deadline_after;
-use crate::postgres::{MAX_REPLACEMENTS, PostgresBackend, Session, Trouble};
+use crate::pg::{Database, Failure, Lane, Session};
 
 /// The pause before the second try, and the longest one: a lock that another process releases is
 /// taken within that time.
@@ -34,19 +34,15 @@ const LONGEST_SLEEP: Duration = Duration::from_secs(60);
 
 /// What takes the session locks of one client.
 pub(super) struct Acquirer {
-    pub(super) postgres: Arc<PostgresBackend>,
+    pub(super) database: Arc<Database>,
     pub(super) registry: Arc<Registry>,
     self_test_passed: AtomicBool,
     dispose_timeout: Duration,
 }
 
 impl Acquirer {
-    pub(super) fn new(
-        postgres: Arc<PostgresBackend>,
-        registry: Arc<Registry>,
-        dispose_timeout: Duration,
-    ) -> Self {
-        Self { postgres, registry, self_test_passed: AtomicBool::new(false), dispose_timeout }
+    pub(super) fn new(database: Arc<Database>, registry: Arc<Registry>, dispose_timeout: Duration) -> Self {
+        Self { database, registry, self_test_passed: AtomicBool::new(false), dispose_timeout }
     }
 
     /// One try. It does not queue behind this process's waiters.
@@ -58,7 +54,7 @@ impl Acquirer {
     ) -> Result<Option<AdvisoryGuard>> {
         cancel.check()?;
         let _call = self.registry.begin_call()?;
-        self.attempt(key, options, self.postgres.end(), cancel)
+        self.attempt(key, options, self.database.end(), cancel)
     }
 
     /// Tries until the lock is granted or the time is over.
@@ -83,7 +79,7 @@ impl Acquirer {
             self.registry.check_open()?;
             let first = ticket.is_first();
             if first {
-                let limit = end.map_or(self.postgres.end(), |end| end.min(self.postgres.end()));
+                let limit = end.map_or(self.database.end(), |end| end.min(self.database.end()));
                 match self.attempt(key, options, limit, cancel) {
                     Ok(Some(guard)) => return Ok(guard),
                     Ok(None) => refused = true,
@@ -112,25 +108,12 @@ impl Acquirer {
         end: Instant,
         cancel: &CancelToken,
     ) -> Result<Option<AdvisoryGuard>> {
-        let mut replaced = 0;
-        let lock = loop {
-            cancel.check()?;
-            let connection = self.postgres.source().get(end, cancel)?;
-            let fresh = connection.is_fresh();
-            let session = Session::new(connection, end, cancel);
-            replaced += 1;
-            let tried = self.try_on(session, key, options, end);
-            self.postgres.purge_after(&tried, fresh);
-            match tried {
-                Ok(None) => return Ok(None),
-                Ok(Some(lock)) => break Arc::new(lock),
-                // Its session has ended, and a lock that it may have got has ended with it.
-                Err(Trouble::Broken { stale: true, .. })
-                    if !fresh && replaced < MAX_REPLACEMENTS && Instant::now() < end => {}
-                Err(trouble) => return Err(trouble.into_error()),
-            }
-        };
-        let unlock_limit = self.postgres.end().saturating_duration_since(Instant::now());
+        // Where a session has ended, a lock that it may have got has ended with it.
+        let lock = self.database.with_connection(Lane::Operations, end, cancel, |session| {
+            self.try_on(session, key, options, end)
+        })?;
+        let Some(lock) = lock.map(Arc::new) else { return Ok(None) };
+        let unlock_limit = self.database.end().saturating_duration_since(Instant::now());
         if let Err(error) = self.registry.add(&lock) {
             lock.release();
             if let Taken::Connection(connection) = lock.take(Duration::ZERO) {
@@ -153,48 +136,43 @@ impl Acquirer {
     /// One try on one connection, which goes back to the pool, or to the held lock, or is closed.
     fn try_on(
         &self,
-        mut session: Session<'_>,
+        session: &mut Session<'_>,
         key: AdvisoryKey,
         options: CheckedOptions,
         end: Instant,
-    ) -> Result<Option<ClientLock>, Trouble> {
+    ) -> Result<Option<ClientLock>, Failure> {
         if !self.self_test_passed.load(Ordering::Acquire) {
-            self_test::run(&self.postgres, &self.registry.statements, &mut session, end)?;
+            self_test::run(&self.database, &self.registry.statements, session, end)?;
             self.self_test_passed.store(true, Ordering::Release);
         }
-        if !session.is_own() && sql::is_held_here(&mut session, &key)? {
+        if !session.is_own() && sql::is_held_here(session, &key)? {
             // Another part of the program has used this session, and a session may take its own lock twice.
             log::warn!(
                 "a connection of the caller's pool came with the session lock {key} on it: unlock before you give it back"
             );
-            session.finish();
             return Ok(None);
         }
         if Instant::now() >= end {
             // Nothing was sent, so nothing needs to be checked.
-            session.finish();
             return Err(out_of_time().into());
         }
         // Counted from before the request, so that our deadline comes before the server's.
         let sent = self.registry.clock.now();
         let timer = (!options.keep_past_deadline).then(|| options.max_hold.saturating_add(SERVER_GRACE));
-        let answer = match sql::try_lock(&mut session, &self.registry.statements, &key, options.shared, timer)
-        {
+        let answer = match sql::try_lock(session, &self.registry.statements, &key, options.shared, timer) {
             Ok(answer) => answer,
-            Err(Trouble::Refused(error)) => {
-                finish_checked(session, &key);
-                return Err(Trouble::Refused(error));
+            Err(failure) => {
+                if failure.is_refused() {
+                    check_unlocked(session, &key);
+                }
+                return Err(failure);
             }
-            Err(trouble) => return Err(trouble),
         };
         match answer.granted {
             None => Err(session.read_only(self_test::standby())),
-            Some(false) => {
-                session.finish();
-                Ok(None)
-            }
+            Some(false) => Ok(None),
             Some(true) => {
-                let Some(connection) = session.into_connection() else {
+                let Some(connection) = session.take_connection() else {
                     return Err(out_of_time().into());
                 };
                 let deadline = (sent.after(options.max_hold), options.keep_past_deadline);
@@ -234,10 +212,10 @@ fn jittered(pause: Duration) -> Duration {
     half + half * u32::from(random[0]) / 255
 }
 
-/// After an error: gives the connection back only if it did not get the lock after all. A statement
+/// After an error: closes the connection unless it certainly did not get the lock after all. A statement
 /// that the server cancels may have been granted the lock a moment before.
-fn finish_checked(session: Session<'_>, key: &AdvisoryKey) {
-    let Some(connection) = session.into_connection() else { return };
+fn check_unlocked(session: &mut Session<'_>, key: &AdvisoryKey) {
+    let Some(connection) = session.take_connection() else { return };
     let never = CancelToken::never();
     let mut check = Session::new(connection, deadline_after(CHECK_LIMIT), &never);
     if matches!(sql::is_held_here(&mut check, key), Ok(false)) {

@@ -100,7 +100,7 @@ use std::time::Duration;
 
 use crate::cancel::CancelToken;
 use crate::error::Result;
-use crate::postgres::PostgresBackend;
+use crate::pg::Database;
 
 pub use guard::AdvisoryGuard;
 pub use held_lock::AdvisoryLost;
@@ -117,13 +117,13 @@ pub(crate) struct SessionLocks(Arc<Acquirer>);
 
 impl SessionLocks {
     pub(crate) fn new(
-        postgres: Arc<PostgresBackend>,
+        database: Arc<Database>,
         operation_timeout: Duration,
         dispose_timeout: Duration,
     ) -> Self {
         let threads = ThreadBodies { monitor: monitor::run, session: session_thread::run };
-        let registry = Registry::new(operation_timeout, Arc::downgrade(&postgres), threads);
-        Self(Arc::new(Acquirer::new(postgres, registry, dispose_timeout)))
+        let registry = Registry::new(operation_timeout, Arc::downgrade(&database), threads);
+        Self(Arc::new(Acquirer::new(database, registry, dispose_timeout)))
     }
 
     pub(crate) fn try_lock(
@@ -145,11 +145,11 @@ impl SessionLocks {
     }
 
     pub(crate) fn sessions(&self, granted: bool, cancel: &CancelToken) -> Result<Vec<AdvisorySession>> {
-        observe::sessions(&self.0.postgres, granted, cancel)
+        observe::sessions(&self.0.database, granted, cancel)
     }
 
     pub(crate) fn terminate(&self, pid: i32, cancel: &CancelToken) -> Result<bool> {
-        observe::terminate(&self.0.postgres, pid, cancel)
+        observe::terminate(&self.0.database, pid, cancel)
     }
 
     /// Ends every session lock of this client. Whether nothing of them was left in time.

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use crate::advisory::key::AdvisoryKey;
 use crate::advisory::sql::pid;
 use crate::cancel::CancelToken;
-use crate::error::Result;
-use crate::postgres::{
-    Fault, Message, PostgresBackend, Row, Trouble, int, malformed, required, text, without_right,
-};
+use crate::error::{LockError, Result};
+use crate::pg::answers::{int, malformed, required, text};
+use crate::pg::error::without_right;
+use crate::pg::{Database, Failure, Message, Row};
 
 /// Advisory locks of this database, of transactions and sessions, of every program.
 const OF_THIS_DATABASE: &str = "l.locktype = 'advisory' AND l.database = \
@@ -41,7 +41,7 @@ pub struct AdvisorySession {
 
 /// Sessions of this database with advisory locks, granted or waited for.
 pub(super) fn sessions(
-    backend: &Arc<PostgresBackend>,
+    database: &Arc<Database>,
     granted: bool,
     cancel: &CancelToken,
 ) -> Result<Vec<AdvisorySession>> {
@@ -62,29 +62,29 @@ pub(super) fn sessions(
          FROM pg_catalog.pg_locks AS l LEFT JOIN pg_catalog.pg_stat_activity AS a ON a.pid = l.pid \
          WHERE {OF_THIS_DATABASE} AND {filter} ORDER BY 8, l.pid, 1, 2"
     );
-    let result = backend.run_bare(backend.end(), cancel, |session| {
+    let result = database.run(database.end(), cancel, |session| {
         let message = Message::new().raw(session.limits_plain()).raw(&query);
         let answers = session.ask(&message)?;
         let rows = answers.rows(0)?.iter().map(read).collect::<Result<Vec<_>>>();
-        rows.map_err(Trouble::from)
+        rows.map_err(Failure::from)
     });
-    result.map_err(Fault::into_error)
+    result.map_err(LockError::from)
 }
 
 /// Ends a session that holds or waits for an advisory lock of this database. Whether it was told to.
-pub(super) fn terminate(backend: &Arc<PostgresBackend>, process: i32, cancel: &CancelToken) -> Result<bool> {
+pub(super) fn terminate(database: &Arc<Database>, process: i32, cancel: &CancelToken) -> Result<bool> {
     let query = format!(
         "SELECT pg_catalog.pg_terminate_backend(p.pid) FROM (SELECT DISTINCT l.pid \
          FROM pg_catalog.pg_locks AS l WHERE {OF_THIS_DATABASE} AND l.pid = '{process}'::pg_catalog.int4 \
          AND l.pid <> pg_catalog.pg_backend_pid()) AS p"
     );
-    let result = backend.run_bare(backend.end(), cancel, |session| {
+    let result = database.run(database.end(), cancel, |session| {
         let message = Message::new().raw(session.limits_plain()).raw(&query);
         let answers = session.ask(&message)?;
         let told = answers.row(0)?.map(|row| text(row, 0).map(|told| told == Some("t"))).transpose()?;
         Ok(told.unwrap_or(false))
     });
-    result.map_err(Fault::into_error).map_err(|error| {
+    result.map_err(LockError::from).map_err(|error| {
         without_right(error, "the role may not end that session: use the session's own role or a member of pg_signal_backend, and a superuser for a superuser's (SQLSTATE 42501)")
     })
 }

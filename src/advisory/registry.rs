@@ -16,7 +16,7 @@ use crate::advisory::queue::Queue;
 use crate::advisory::sql::Statements;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::model::time::{Clock, Moment};
-use crate::postgres::{Connection, PostgresBackend};
+use crate::pg::{Connection, Database};
 use crate::threads;
 
 /// How long the threads stay when the last guard is gone, so that a row of short locks does not
@@ -36,7 +36,7 @@ pub(super) struct Registry {
     pub(super) limit: Duration,
     pub(super) statements: Statements,
     /// Where the connections are from; a guard may outlive it.
-    pub(super) postgres: Weak<PostgresBackend>,
+    pub(super) database: Weak<Database>,
     threads: ThreadBodies,
     state: Mutex<State>,
     pub(super) wake_monitor: Condvar,
@@ -81,13 +81,13 @@ pub(super) enum Stage {
 }
 
 impl Registry {
-    pub(super) fn new(limit: Duration, postgres: Weak<PostgresBackend>, threads: ThreadBodies) -> Arc<Self> {
+    pub(super) fn new(limit: Duration, database: Weak<Database>, threads: ThreadBodies) -> Arc<Self> {
         Arc::new(Self {
             clock: Clock::system(),
             queue: Arc::default(),
             limit,
             statements: Statements::new(),
-            postgres,
+            database,
             threads,
             state: Mutex::default(),
             wake_monitor: Condvar::new(),

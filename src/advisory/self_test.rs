@@ -14,7 +14,8 @@ use crate::advisory::sql::{self, Statements};
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::model::lock_id::LockId;
-use crate::postgres::{Asked, PostgresBackend, ROUNDS, Session, Trouble};
+use crate::pg::same_session::{Asked, ROUNDS};
+use crate::pg::{Database, Failure, Session};
 
 /// What the test observed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,13 +32,13 @@ struct Observed {
 
 /// Runs the test on this session. An error means that no session lock can be trusted here.
 pub(super) fn run(
-    backend: &PostgresBackend,
+    database: &Database,
     statements: &Statements,
     session: &mut Session<'_>,
     end: Instant,
-) -> Result<(), Trouble> {
+) -> Result<(), Failure> {
     let never = CancelToken::never();
-    let other = backend.source().second(end).map_err(|error| {
+    let other = database.source().second(end).map_err(|error| {
         let need = "the self-test at a client's first session lock needs a second connection for a moment: try again";
         LockError::new(error.code()).with_message(need).with_source(error)
     })?;
@@ -91,7 +92,7 @@ fn pooler() -> LockError {
 fn keep_to_their_processes(
     session: &mut Session<'_>,
     mut other: Option<&mut Session<'_>>,
-) -> Result<bool, Trouble> {
+) -> Result<bool, Failure> {
     let first = sql::process(session).map_err(explain)?;
     let second = other.as_mut().map(|other| sql::process(other)).transpose().map_err(explain)?;
     if second == Some(first) {
@@ -130,16 +131,16 @@ fn verdict(observed: &Observed) -> Result<()> {
 }
 
 /// Says what the lack of a function means.
-fn explain(trouble: Trouble) -> Trouble {
-    match trouble {
-        Trouble::Refused(error)
-            if error.code() == ErrorCode::InvalidArgument || error.code() == ErrorCode::Internal =>
-        {
-            let refused = "this server has no session locks that work as PostgreSQL's do: use leases here";
-            LockError::invalid(refused).with_source(error).into()
-        }
-        other => other,
+fn explain(failure: Failure) -> Failure {
+    if !failure.is_refused() {
+        return failure;
     }
+    let error = failure.into_error();
+    if !matches!(error.code(), ErrorCode::InvalidArgument | ErrorCode::Internal) {
+        return error.into();
+    }
+    let refused = "this server has no session locks that work as PostgreSQL's do: use leases here";
+    LockError::invalid(refused).with_source(error).into()
 }
 
 /// A number that no other session uses at the same time: from the operating system's random source.

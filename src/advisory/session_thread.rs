@@ -9,7 +9,7 @@ use crate::advisory::sql;
 use crate::advisory::unlock::unlock;
 use crate::cancel::CancelToken;
 use crate::model::time::{Moment, deadline_after};
-use crate::postgres::{Connection, Session};
+use crate::pg::{Connection, Session};
 use crate::threads::{contained, hand_over};
 
 /// How often each connection is checked, without asking the server anything.
@@ -71,16 +71,16 @@ pub(super) fn run(registry: &Arc<Registry>) {
 /// Stops the timers that run on idle connections: no lock has come for a while, and the server would
 /// end those sessions, and say so in its log.
 fn stop_timers(registry: &Registry) {
-    let Some(postgres) = registry.postgres.upgrade() else { return };
+    let Some(database) = registry.database.upgrade() else { return };
     let never = CancelToken::never();
     // As many as a pool can have, in case that others use them at the same time.
     for _ in 0..MOST_TIMERS {
-        let Some(connection) = postgres.source().take_timed() else { return };
+        let Some(connection) = database.source().take_timed() else { return };
         let Some(connection) = answering(connection, PING_LIMIT) else { continue };
         let mut session = Session::new(connection, deadline_after(PING_LIMIT), &never);
         match sql::stop_timer(&mut session) {
             Ok(()) => session.finish(),
-            Err(trouble) => log::debug!("an idle session broke: {}", trouble.into_error().chain()),
+            Err(failure) => log::debug!("an idle session broke: {}", failure.into_error().chain()),
         }
     }
 }
@@ -171,11 +171,11 @@ fn inspect(
     let never = CancelToken::never();
     let mut session = Session::new(connection, deadline_after(PING_LIMIT), &never);
     match sql::ping(&mut session, registry.session_timer(lock)) {
-        Ok(pid) if pid == lock.pid => (session.into_connection(), Some(registry.clock.now())),
+        Ok(pid) if pid == lock.pid => (session.take_connection(), Some(registry.clock.now())),
         // Another server process answers: a pooler has come between, and the lock is elsewhere.
         Ok(_) => (None, None),
-        Err(trouble) => {
-            log::debug!("the session of lock {} broke: {}", lock.key, trouble.into_error().chain());
+        Err(failure) => {
+            log::debug!("the session of lock {} broke: {}", lock.key, failure.into_error().chain());
             (None, None)
         }
     }

@@ -6,9 +6,8 @@ use std::time::Duration;
 
 use crate::advisory::key::AdvisoryKey;
 use crate::error::Result;
-use crate::postgres::{
-    Answers, Arg, Message, Session, SessionTimer, Statement, Trouble, flag, int, malformed, required, text,
-};
+use crate::pg::answers::{flag, int, malformed, required, text};
+use crate::pg::{Answers, Arg, Failure, Message, Session, SessionTimer, Statement, push_quoted};
 
 /// The longest `idle_session_timeout`: PostgreSQL's settings are 32-bit numbers.
 const LONGEST_TIMER: u128 = 2_147_483_647;
@@ -120,7 +119,7 @@ pub(super) fn try_lock(
     key: &AdvisoryKey,
     shared: bool,
     timer: Option<Duration>,
-) -> Result<TryAnswer, Trouble> {
+) -> Result<TryAnswer, Failure> {
     let limit_ms = timer_ms(timer);
     let limit = limit_ms.to_string();
     let running = session.timer();
@@ -159,24 +158,17 @@ fn call(
     statement: &Statement,
     key: &AdvisoryKey,
     last: Option<&str>,
-) -> Result<Answers, Trouble> {
+) -> Result<Answers, Failure> {
     let (one, two) = key.numbers();
     let mut args = Vec::with_capacity(3);
     args.push(Arg::Int(one));
     args.extend(two.map(Arg::Int));
     args.extend(last.map(Arg::Text));
-    loop {
-        session.prepare(&statements.all())?;
-        match session.ask_one(statement, &args) {
-            // Nothing was done, and the second time in a row the session gives up on preparing.
-            Err(Trouble::Unprepared) => {}
-            answers => return answers,
-        }
-    }
+    session.ask_prepared(&statements.all(), statement, &args)
 }
 
 /// Asks a held lock's session whether it is there, and sets its timer anew. The server process.
-pub(super) fn ping(session: &mut Session<'_>, timer: Option<Duration>) -> Result<i32, Trouble> {
+pub(super) fn ping(session: &mut Session<'_>, timer: Option<Duration>) -> Result<i32, Failure> {
     let limit_ms = timer_ms(timer);
     let statement = format!(
         "SELECT pg_catalog.pg_backend_pid(), \
@@ -192,16 +184,16 @@ pub(super) fn ping(session: &mut Session<'_>, timer: Option<Duration>) -> Result
 }
 
 /// The server process that answers this session.
-pub(super) fn process(session: &mut Session<'_>) -> Result<i32, Trouble> {
+pub(super) fn process(session: &mut Session<'_>) -> Result<i32, Failure> {
     let answers = session.ask(&Message::new().raw("SELECT pg_catalog.pg_backend_pid()"))?;
     Ok(pid(int(required(answers.row(0)?)?, 0)?)?)
 }
 
 /// Stops the timer of a session that holds nothing any more.
-pub(super) fn stop_timer(session: &mut Session<'_>) -> Result<(), Trouble> {
+pub(super) fn stop_timer(session: &mut Session<'_>) -> Result<(), Failure> {
     let Some(running) = session.timer() else { return Ok(()) };
     let mut statement = "SELECT pg_catalog.set_config('idle_session_timeout', ".to_owned();
-    crate::postgres::push_quoted(&running.before, &mut statement)?;
+    push_quoted(&running.before, &mut statement)?;
     session.ask(&Message::new().raw(statement + ", false)"))?;
     session.set_timer(None);
     Ok(())
@@ -215,7 +207,7 @@ pub(super) fn unlock(
     statements: &Statements,
     key: &AdvisoryKey,
     shared: bool,
-) -> Result<(i32, bool), Trouble> {
+) -> Result<(i32, bool), Failure> {
     let (variants, back) = if session.is_own() {
         (&statements.timed_unlocks, None)
     } else {
@@ -231,7 +223,7 @@ pub(super) fn unlock(
 }
 
 /// Whether this very session holds the key, in either mode.
-pub(super) fn is_held_here(session: &mut Session<'_>, key: &AdvisoryKey) -> Result<bool, Trouble> {
+pub(super) fn is_held_here(session: &mut Session<'_>, key: &AdvisoryKey) -> Result<bool, Failure> {
     let (class, object, sub) = key.address();
     let statement = format!(
         "SELECT count(*) FROM pg_catalog.pg_locks AS l WHERE l.pid = pg_catalog.pg_backend_pid() \

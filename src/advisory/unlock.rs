@@ -8,7 +8,7 @@ use crate::backend::ReleaseResult;
 use crate::cancel::CancelToken;
 use crate::error::Result;
 use crate::model::time::deadline_after;
-use crate::postgres::{Connection, Session, Trouble};
+use crate::pg::{Connection, Session};
 
 /// Unlocks: the connection goes back only after an unlock that answered "true" on the very session
 /// that holds the lock; otherwise it is closed, which ends the lock as well.
@@ -35,14 +35,15 @@ pub(super) fn unlock(
             Ok(ReleaseResult::NotHeld)
         }
         // The session has ended, and the lock with it.
-        Err(Trouble::Broken { error, stale: true, .. }) => {
+        Err(failure) if failure.is_stale() => {
+            let error = failure.into_error();
             log::warn!("the session lock {} was lost with its session: {}", lock.key, error.chain());
             drop(session);
             Ok(ReleaseResult::NotHeld)
         }
-        Err(trouble) => {
+        Err(failure) => {
             drop(session);
-            Err(trouble.into_error())
+            Err(failure.into_error())
         }
     };
     registry.queue.freed(lock.key);

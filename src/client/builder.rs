@@ -14,8 +14,9 @@ use crate::advisory::SessionLocks;
 use crate::backend::LockBackend;
 use crate::client::PgLockClient;
 use crate::error::{LockError, Result};
+use crate::leases::{PostgresBackend, Settings, TableNames};
 use crate::lock::{ClientSettings, LockClient, OnReleaseError, ReleaseErrorContext};
-use crate::postgres::{Connector, Names, PostgresBackend, Settings, Source, parse_url};
+use crate::pg::{Connector, Database, Source, parse_url};
 use crate::telemetry::{TelemetryOptions, with_telemetry};
 use crate::threads::Foreign;
 
@@ -279,7 +280,7 @@ impl PgLockClientBuilder {
     }
 
     /// Everything that can be wrong without a server.
-    fn check(&self) -> Result<Names> {
+    fn check(&self) -> Result<TableNames> {
         let least = Duration::from_millis(1);
         for (option, value) in [
             ("connection_timeout", self.connection_timeout),
@@ -293,21 +294,21 @@ impl PgLockClientBuilder {
         if self.max_connections == 0 {
             return Err(LockError::invalid("max_connections is 0: a client needs at least one"));
         }
-        Names::new(self.schema.as_deref(), self.table_name.as_deref(), self.fence_table_name.as_deref())
+        TableNames::new(self.schema.as_deref(), self.table_name.as_deref(), self.fence_table_name.as_deref())
     }
 
-    fn finish(self, names: Names, source: impl FnOnce(&Self) -> Source) -> Result<PgLockClient> {
+    fn finish(self, names: TableNames, source: impl FnOnce(&Self) -> Source) -> Result<PgLockClient> {
         let settings = Settings {
             store_key_debug: self.store_key_debug,
             cleanup_in_is_locked: self.cleanup_in_is_locked,
-            operation_timeout: self.operation_timeout,
             wake_ups: self.wake_ups,
         };
-        let postgres = PostgresBackend::new(source(&self), names, settings);
+        let database = Arc::new(Database::new(source(&self), self.operation_timeout));
+        let leases = PostgresBackend::new(Arc::clone(&database), names, settings);
         if self.auto_create_tables {
-            postgres.set_up()?;
+            leases.set_up()?;
         }
-        let inner: Arc<PostgresBackend> = Arc::clone(&postgres);
+        let inner: Arc<PostgresBackend> = Arc::clone(&leases);
         let (backend, telemetry): (Arc<dyn LockBackend>, _) = match self.telemetry {
             None => (inner, None),
             Some(options) => {
@@ -318,13 +319,8 @@ impl PgLockClientBuilder {
         };
         let settings =
             ClientSettings { dispose_timeout: self.dispose_timeout, on_release_error: self.on_release_error };
-        let sessions = SessionLocks::new(Arc::clone(&postgres), self.operation_timeout, self.dispose_timeout);
-        Ok(PgLockClient {
-            sessions,
-            locks: LockClient::with_settings(backend, settings),
-            postgres,
-            telemetry,
-        })
+        let sessions = SessionLocks::new(database, self.operation_timeout, self.dispose_timeout);
+        Ok(PgLockClient { sessions, locks: LockClient::with_settings(backend, settings), leases, telemetry })
     }
 }
 

@@ -2,9 +2,10 @@
 
 use crate::backend::LockBackend;
 use crate::error::Result;
+use crate::leases::fence_error;
 use crate::lock::LockGuard;
 use crate::model::fence::Fence;
-use crate::postgres::{fence_error, guard_runtime};
+use crate::pg::guard_runtime;
 
 impl LockGuard {
     /// Makes the caller's transaction impossible to commit unless this guard's lease is live and its

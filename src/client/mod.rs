@@ -18,9 +18,9 @@ use crate::backend::{
 };
 use crate::cancel::CancelToken;
 use crate::error::Result;
+use crate::leases::{Operator, PostgresBackend};
 use crate::lock::{CloseReport, LockClient, LockGuard, LockOptions};
 use crate::model::fence::Fence;
-use crate::postgres::{Operator, PostgresBackend};
 use crate::telemetry::TelemetryHandle;
 
 pub use builder::PgLockClientBuilder;
@@ -63,7 +63,7 @@ pub struct PgLockClient {
     // Before the locks: the last drop of those may close the backend.
     sessions: SessionLocks,
     locks: LockClient,
-    postgres: Arc<PostgresBackend>,
+    leases: Arc<PostgresBackend>,
     telemetry: Option<TelemetryHandle>,
 }
 
@@ -330,7 +330,7 @@ impl PgLockClient {
         Self {
             sessions: self.sessions.clone(),
             locks: self.locks.cancellable(token),
-            postgres: Arc::clone(&self.postgres),
+            leases: Arc::clone(&self.leases),
             telemetry: self.telemetry.clone(),
         }
     }
@@ -359,7 +359,7 @@ impl PgLockClient {
     ///
     /// None.
     pub fn setup_schema(&self) -> Result<()> {
-        self.postgres.set_up()
+        self.leases.set_up()
     }
 
     /// Fails the caller's transaction unless `fence` is the key's newest and its lease is live; see
@@ -386,13 +386,13 @@ impl PgLockClient {
         key: &str,
         fence: Fence,
     ) -> Result<()> {
-        fence::assert_fence(&*self.postgres, transaction, key, fence, None)
+        fence::assert_fence(&*self.leases, transaction, key, fence, None)
     }
 
     /// The operator's view: who holds what, counts, waiters, clean-up, breaking a lock.
     #[must_use]
     pub fn operator(&self) -> Operator {
-        Operator::new(Arc::clone(&self.postgres))
+        Operator::new(Arc::clone(&self.leases))
     }
 
     /// What became of this client's events: how many the callback has had, how many were dropped, and

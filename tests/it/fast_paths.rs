@@ -44,7 +44,7 @@ fn waiting(place: &Place, name: &str) -> Vec<i32> {
     place.stored.one(sql, &[&name]).get(0)
 }
 
-/// The calls that a settled session makes in one statement, by how the statement begins.
+/// The calls that a preconfigured session makes in one statement, by how the statement begins.
 #[derive(Clone, Copy, Debug)]
 enum Op {
     Acquire,
@@ -186,7 +186,7 @@ fn a_server_that_does_not_answer_costs_no_more_than_the_calls_own_time() {
     Op::Extend.warm(&place, &client, &key);
     once(&proxy, Op::Extend, Action::SwallowAnswer);
     let start = Instant::now();
-    // Its own limit is that of the session, so it is a settled call.
+    // Its own limit is that of the session, so nothing is stated with it.
     let error = client.extend(&id("mine"), TTL).unwrap_err();
     assert_eq!(error.code(), ErrorCode::NetworkTimeout);
     assert!(error.is_outcome_unknown(), "{error:?}");

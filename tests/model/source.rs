@@ -61,7 +61,7 @@ const STATEMENTS: [(&str, &str); 26] = [
 
 #[test]
 fn the_statements_are_still_those_that_were_modelled() {
-    let read = |file| std::fs::read_to_string(format!("{}/src/postgres/{file}", env!("CARGO_MANIFEST_DIR")));
+    let read = |file| std::fs::read_to_string(format!("{}/src/leases/{file}", env!("CARGO_MANIFEST_DIR")));
     let sql = read("sql.rs").expect("sql.rs") + &read("held.rs").expect("held.rs");
     for (meaning, text) in STATEMENTS {
         assert!(sql.contains(text), "look at the model again: {meaning} ({text})");

@@ -161,8 +161,8 @@ fn labels(source: &crate::source::Source) -> Vec<String> {
 fn no_operation_computes_a_label_or_builds_an_event() {
     check(labels);
     let acquire = "use hash::hash_key; fn acquire(k: &str) { let label = hash_key(k); }";
-    assert_eq!(count(labels, "src/postgres/acquire.rs", acquire), 1);
-    assert_eq!(count(labels, "src/postgres/acquire.rs", "fn fmt() { hash_key(k) }"), 0);
+    assert_eq!(count(labels, "src/leases/acquire.rs", acquire), 1);
+    assert_eq!(count(labels, "src/leases/acquire.rs", "fn fmt() { hash_key(k) }"), 0);
     assert_eq!(count(labels, "src/memory/mod.rs", "fn f() { LockEvent { } }"), 1);
 }
 
@@ -184,14 +184,14 @@ fn each_code_comes_from_where_it_belongs() {
     check(codes);
     assert_eq!(count(codes, "src/lock/acquire.rs", "fn timed_out() { E::AcquisitionTimeout }"), 0);
     assert_eq!(count(codes, "src/lock/guard.rs", "fn extend() { E::AcquisitionTimeout }"), 1);
-    assert_eq!(count(codes, "src/postgres/pool.rs", "fn timed_out() { E::AcquisitionTimeout }"), 1);
-    assert_eq!(count(codes, "src/postgres/pool.rs", "fn acquire() { E::Aborted }"), 1);
+    assert_eq!(count(codes, "src/pg/pool.rs", "fn timed_out() { E::AcquisitionTimeout }"), 1);
+    assert_eq!(count(codes, "src/pg/pool.rs", "fn acquire() { E::Aborted }"), 1);
 }
 
 /// A mutation that is sent in two messages looks at its token between them, and a read looks at it
 /// when the answer is there. (The moment in between is too short for a test to hit.)
 fn tokens(source: &crate::source::Source) -> Vec<String> {
-    if source.top() != "postgres" {
+    if source.top() != "leases" {
         return Vec::new();
     }
     let reads = source.file.ends_with("/read.rs");
@@ -217,13 +217,13 @@ fn tokens(source: &crate::source::Source) -> Vec<String> {
 fn a_token_is_looked_at_after_each_read_and_before_each_write() {
     check(tokens);
     let blind = "fn two(s: S) { s.begin(&m)?; s.commit(&w)?; }";
-    assert_eq!(count(tokens, "src/postgres/extend.rs", blind), 1);
+    assert_eq!(count(tokens, "src/leases/extend.rs", blind), 1);
     let late = "fn two(s: S) { s.begin(&m)?; s.commit(&w)?; s.check_cancel()?; }";
-    assert_eq!(count(tokens, "src/postgres/extend.rs", late), 1);
-    assert_eq!(count(tokens, "src/postgres/read.rs", "fn look(s: S) { s.ask_one(&m)?; Ok(1) }"), 1);
+    assert_eq!(count(tokens, "src/leases/extend.rs", late), 1);
+    assert_eq!(count(tokens, "src/leases/read.rs", "fn look(s: S) { s.ask_one(&m)?; Ok(1) }"), 1);
     let good = "fn two(s: S) { s.begin(&m)?; s.check_cancel()?; s.commit(&w)?; }";
-    assert_eq!(count(tokens, "src/postgres/extend.rs", good), 0);
-    let seen = crate::source::read_all(top(), "src/postgres");
+    assert_eq!(count(tokens, "src/leases/extend.rs", good), 0);
+    let seen = crate::source::read_all(top(), "src/leases");
     let begins = |source: &crate::source::Source| source.followed_by("begin", "(").count();
     assert!(seen.iter().map(begins).sum::<usize>() >= 3, "acquire, extend and release are found");
 }
@@ -295,7 +295,7 @@ fn numbers(source: &crate::source::Source) -> Vec<String> {
 #[test]
 fn the_limits_of_fences_are_written_in_one_place() {
     check(numbers);
-    assert_eq!(count(numbers, "src/postgres/sql.rs", "const X: u64 = 900_000_000_000_000;"), 1);
+    assert_eq!(count(numbers, "src/leases/sql.rs", "const X: u64 = 900_000_000_000_000;"), 1);
 }
 
 /// What is asked for display decides nothing, and asking moves nothing.

@@ -8,10 +8,10 @@ use r2d2::{ManageConnection, PooledConnection};
 
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
-use crate::postgres::connect::Connector;
-use crate::postgres::link::Link;
-use crate::postgres::pool::{Canceller, Lent, NotLent, Pool};
-use crate::postgres::statement::Memo;
+use crate::pg::connect::Connector;
+use crate::pg::pool::{Canceller, Lent, NotLent, Pool};
+use crate::pg::statement::SessionState;
+use crate::pg::stream::StreamControl;
 use crate::threads::drop_legally;
 
 /// Our hold on a caller's pool. It may be the last one, and a pool drops its idle connections where
@@ -38,10 +38,10 @@ impl<M: ManageConnection<Connection = Client>> CallersPool<M> {
 impl<M: ManageConnection<Connection = Client>> Pool for CallersPool<M> {
     fn lend(&self, slice: Duration) -> Result<Box<dyn Lent>, NotLent> {
         let mut connection = self.pool().map_err(NotLent::Ever)?.get_timeout(slice).map_err(NotLent::Yet)?;
-        let memo = PooledConnection::extensions_mut(&mut connection).remove::<Memo>();
+        let state = PooledConnection::extensions_mut(&mut connection).remove::<SessionState>();
         Ok(Box::new(CallersLent {
-            was_used: memo.is_some(),
-            memo: memo.unwrap_or_default(),
+            was_used: state.is_some(),
+            state: state.unwrap_or_default(),
             connection: Some(connection),
             connector: self.connector.clone(),
             process: self.process,
@@ -96,7 +96,7 @@ impl<M: ManageConnection<Connection = Client>> Drop for CallersPool<M> {
 /// A connection of a caller's pool. Dropped, its session is ended, or it never goes back.
 struct CallersLent<M: ManageConnection<Connection = Client>> {
     connection: Option<PooledConnection<M>>,
-    memo: Memo,
+    state: SessionState,
     /// Whether this library has used it before.
     was_used: bool,
     connector: Option<Connector>,
@@ -112,11 +112,11 @@ impl<M: ManageConnection<Connection = Client>> Lent for CallersLent<M> {
         self.connection.as_deref_mut()
     }
 
-    fn memo(&mut self) -> &mut Memo {
-        &mut self.memo
+    fn state(&mut self) -> &mut SessionState {
+        &mut self.state
     }
 
-    fn link(&mut self) -> Option<&Link> {
+    fn control(&mut self) -> Option<&StreamControl> {
         None
     }
 
@@ -138,7 +138,7 @@ impl<M: ManageConnection<Connection = Client>> Lent for CallersLent<M> {
 
     fn keep(mut self: Box<Self>) {
         if let Some(mut connection) = self.connection.take() {
-            PooledConnection::extensions_mut(&mut connection).insert(std::mem::take(&mut self.memo));
+            PooledConnection::extensions_mut(&mut connection).insert(std::mem::take(&mut self.state));
         }
     }
 }

@@ -1,6 +1,6 @@
 //! The two tables: their names, where they are, and how they come to be.
 //!
-//! `schema.sql` is the only DDL. [`set_up`](Names::ddl) runs it for the configured names, in one
+//! `schema.sql` is the only DDL. [`ddl`](TableNames::ddl) runs it for the configured names, in one
 //! transaction under an advisory lock of two integers, because `CREATE TABLE IF NOT EXISTS` alone
 //! fails when two sessions run it at once. It looks first and does nothing where nothing is missing,
 //! so a role without the right to create may call it.
@@ -8,10 +8,10 @@
 use sha2::{Digest, Sha256};
 
 use crate::error::{LockError, Result};
-use crate::postgres::collation;
-use crate::postgres::listen::MAY_CALL;
-use crate::postgres::sql::{EQ, PLAIN_NAMES};
-use crate::postgres::statement::{push_quoted, quoted_name};
+use crate::leases::collation;
+use crate::leases::notify::MAY_NOTIFY;
+use crate::pg::names::{EQ, PLAIN_NAMES};
+use crate::pg::statement::{push_quoted, quoted_name};
 
 /// The DDL, for the default names.
 const SCHEMA_SQL: &str = include_str!("../../schema.sql");
@@ -24,7 +24,7 @@ const MAX_IDENTIFIER: usize = 63;
 
 /// The advisory lock that set-up runs under: two integers, "SYNC" and "DDL\0", a space of its own
 /// that no lease and no session lock of a single number can touch.
-const SET_UP_LOCK: &str = "pg_catalog.pg_advisory_xact_lock(1398363715, 1145326592)";
+const SETUP_LOCK: &str = "pg_catalog.pg_advisory_xact_lock(1398363715, 1145326592)";
 
 /// Whether `"$user"` comes first on the search path and is a schema: the next role has another.
 const OWN_PATH: &str = "pg_catalog.starts_with(pg_catalog.ltrim(pg_catalog.current_setting('search_path')), '\"$user\"') \
@@ -32,13 +32,13 @@ const OWN_PATH: &str = "pg_catalog.starts_with(pg_catalog.ltrim(pg_catalog.curre
 
 /// The configured names, checked, before anything is known about the database.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Names {
+pub(crate) struct TableNames {
     schema: Option<String>,
     locks: String,
     fences: String,
 }
 
-impl Names {
+impl TableNames {
     pub(crate) fn new(schema: Option<&str>, locks: Option<&str>, fences: Option<&str>) -> Result<Self> {
         let (locks, fences) = (locks.unwrap_or(DEFAULT_LOCKS), fences.unwrap_or(DEFAULT_FENCES));
         check("table_name", locks)?;
@@ -72,7 +72,7 @@ impl Names {
         Ok(format!(
             "SELECT ln.nspname, l.relpersistence, fn.nspname, f.relpersistence, \
              EXISTS (SELECT 1 FROM pg_catalog.pg_attribute a WHERE a.attrelid {EQ} f.oid AND a.attname {EQ} 'key_debug' AND NOT a.attisdropped), \
-             {} AND {}, pg_catalog.current_schema(), pg_catalog.current_setting('server_encoding'), {MAY_CALL}, {}, {OWN_PATH} \
+             {} AND {}, pg_catalog.current_schema(), pg_catalog.current_setting('server_encoding'), {MAY_NOTIFY}, {}, {OWN_PATH} \
              FROM (SELECT pg_catalog.to_regclass({locks}) AS l, pg_catalog.to_regclass({fences}) AS f) AS r \
              LEFT JOIN pg_catalog.pg_class l ON l.oid {EQ} r.l LEFT JOIN pg_catalog.pg_namespace ln ON ln.oid {EQ} l.relnamespace \
              LEFT JOIN pg_catalog.pg_class f ON f.oid {EQ} r.f LEFT JOIN pg_catalog.pg_namespace fn ON fn.oid {EQ} f.relnamespace",
@@ -85,7 +85,7 @@ impl Names {
     /// What creates what is missing, in this schema: the inside of a transaction.
     pub(crate) fn ddl(&self, schema: &str) -> String {
         let mut ddl = format!("SET LOCAL synchronous_commit TO on; {PLAIN_NAMES}; SELECT ");
-        ddl.push_str(SET_UP_LOCK);
+        ddl.push_str(SETUP_LOCK);
         ddl.push(';');
         ddl.push_str(&self.rename(schema));
         ddl
@@ -130,7 +130,7 @@ impl Names {
     }
 
     /// The tables, now that their schemas are known.
-    pub(crate) fn located(&self, survey: &Survey, store_key_debug: bool) -> Option<Tables> {
+    pub(crate) fn resolved(&self, survey: &Survey, store_key_debug: bool) -> Option<Tables> {
         let (locks, fences) = (survey.locks_in.as_ref()?, survey.fences_in.as_ref()?);
         let key_debug = match (survey.has_key_debug, store_key_debug) {
             (true, true) => KeyDebug::Stored,
@@ -157,7 +157,7 @@ pub(crate) struct Survey {
     pub(crate) has_indexes: bool,
     pub(crate) creation_schema: Option<String>,
     pub(crate) encoding: String,
-    pub(crate) may_call: bool,
+    pub(crate) may_notify: bool,
     /// See [`collation`].
     pub(crate) sorted_by_collation: bool,
     pub(crate) own_path: bool,
@@ -238,16 +238,16 @@ mod tests {
             for (schema, locks, fences) in
                 [(Some(bad), None, None), (None, Some(bad), None), (None, None, Some(bad))]
             {
-                let error = Names::new(schema, locks, fences).unwrap_err();
+                let error = TableNames::new(schema, locks, fences).unwrap_err();
                 assert_eq!(error.code(), crate::ErrorCode::InvalidArgument, "{bad:?}");
             }
         }
         for good in ["app_locks", "_x9", "Locks", "select", &"x".repeat(63)] {
-            Names::new(Some(good), Some(good), None).unwrap();
+            TableNames::new(Some(good), Some(good), None).unwrap();
         }
-        assert!(Names::new(None, Some("same"), Some("same")).is_err());
-        assert!(Names::new(None, Some(DEFAULT_FENCES), None).is_err());
-        Names::new(None, Some("Same"), Some("same")).unwrap();
+        assert!(TableNames::new(None, Some("same"), Some("same")).is_err());
+        assert!(TableNames::new(None, Some(DEFAULT_FENCES), None).is_err());
+        TableNames::new(None, Some("Same"), Some("same")).unwrap();
     }
 
     #[test]
@@ -262,7 +262,7 @@ mod tests {
 
     #[test]
     fn the_ddl_carries_the_configured_names_only() {
-        let names = Names::new(None, Some("My_Locks"), Some("my_fences")).unwrap();
+        let names = TableNames::new(None, Some("My_Locks"), Some("my_fences")).unwrap();
         let ddl = names.ddl("app");
         assert!(!ddl.contains("syncguard"), "{ddl}");
         assert!(ddl.contains("\"app\".\"My_Locks\"") && ddl.contains("\"app\".\"my_fences\""));
@@ -271,7 +271,7 @@ mod tests {
 
     #[test]
     fn the_ddl_keeps_names_apart_that_are_each_others_defaults() {
-        let names = Names::new(None, Some(DEFAULT_FENCES), Some(DEFAULT_LOCKS)).unwrap();
+        let names = TableNames::new(None, Some(DEFAULT_FENCES), Some(DEFAULT_LOCKS)).unwrap();
         let ddl = names.ddl(DEFAULT_FENCES);
         let schema = quoted_name(DEFAULT_FENCES);
         assert!(ddl.contains(&format!("EXISTS {schema}.\"{DEFAULT_FENCES}\" (\n    \"key\" TEXT")), "{ddl}");

@@ -13,11 +13,11 @@ use postgres::{Client, NoTls};
 use crate::cancel::CancelToken;
 use crate::error::{LockError, Result};
 use crate::model::time::deadline_after;
-use crate::postgres::connect::{Connector, check_runtime, guard_runtime, rest};
-use crate::postgres::link::Link;
-use crate::postgres::resources;
-use crate::postgres::session::out_of_time;
-use crate::postgres::statement::Memo;
+use crate::pg::connect::{Connector, check_runtime, guard_runtime, rest};
+use crate::pg::error::out_of_time;
+use crate::pg::resources;
+use crate::pg::statement::SessionState;
+use crate::pg::stream::StreamControl;
 
 /// How long one slice of a wait is. Each may have a caller's pool open one more connection, within its
 /// own maximum, as if one more thread had asked.
@@ -65,10 +65,10 @@ pub(crate) trait Lent: Send {
 
     fn client(&mut self) -> Option<&mut Client>;
 
-    fn memo(&mut self) -> &mut Memo;
+    fn state(&mut self) -> &mut SessionState;
 
     /// The handle of its socket; a caller's connections have none.
-    fn link(&mut self) -> Option<&Link>;
+    fn control(&mut self) -> Option<&StreamControl>;
 
     /// Opened by [`open`](Self::open): if it fails, the server is away, not the connection stale.
     fn is_fresh(&self) -> bool;
@@ -116,15 +116,15 @@ fn longer(old: Option<r2d2::Error>, new: r2d2::Error) -> r2d2::Error {
     old.filter(|old| old.to_string().len() > new.to_string().len()).unwrap_or(new)
 }
 
-/// Asks a server to cancel a statement: through TLS where we know how, else in plain text. The link is
+/// Asks a server to cancel a statement: through TLS where we know how, else in plain text. The control is
 /// that of a connection of ours.
 #[derive(Clone)]
-pub(crate) struct Canceller(pub(crate) Option<(Connector, Option<Link>)>);
+pub(crate) struct Canceller(pub(crate) Option<(Connector, Option<StreamControl>)>);
 
 impl Canceller {
     pub(crate) fn cancel(&self, token: &postgres::CancelToken) {
-        if let Some((connector, link)) = &self.0 {
-            return connector.cancel(token, link.as_ref());
+        if let Some((connector, control)) = &self.0 {
+            return connector.cancel(token, control.as_ref());
         }
         let asked = resources::check().and_then(|()| guard_runtime(|| token.cancel_query(NoTls)));
         if !matches!(asked, Ok(Ok(()))) {

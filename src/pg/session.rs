@@ -3,7 +3,7 @@
 //! 1. A connection goes back to its pool only when every message was answered and no transaction is
 //!    open; in any doubt it is closed ([`Session`] closes it unless [`Session::finish`] is reached).
 //! 2. Every wait is bounded twice: by the server's own limits, set in each transaction, and by the
-//!    link's deadline a little later, so that the server's better error comes first where it comes.
+//!    control's deadline a little later, so that the server's better error comes first where it comes.
 //!    One of a caller's may come with a transaction that other code left open, where what we do could
 //!    be rolled back later and what we see be old. Every message to it says that it must be a
 //!    transaction of its own; where it is not, the connection is closed and replaced.
@@ -17,21 +17,22 @@ use std::time::{Duration, Instant};
 use crate::cancel::{CancelToken, Subscription};
 use crate::error::{ErrorCode, LockError, Result};
 use crate::model::time::deadline_after;
-use crate::postgres::connect::{guard_runtime, rest};
-use crate::postgres::error::{READ_ONLY, Trouble, call_error, is_unprepared};
-use crate::postgres::link::Link;
-use crate::postgres::row::{Answers, int};
-use crate::postgres::source::Connection;
-use crate::postgres::sql::PLAIN_NAMES;
-use crate::postgres::statement::{
-    ALONE, Arg, Handle, IDLE_MS, Memo, Message, SessionTimer, Statement, stated,
+use crate::pg::answers::{Answers, int};
+use crate::pg::connect::{guard_runtime, rest};
+use crate::pg::error::{READ_ONLY, call_error, out_of_time};
+use crate::pg::failure::Failure;
+use crate::pg::names::PLAIN_NAMES;
+use crate::pg::source::Connection;
+use crate::pg::statement::{
+    ALONE, Arg, Handle, IDLE_MS, Message, SessionState, SessionTimer, Statement, stated,
 };
+use crate::pg::stream::StreamControl;
 use crate::threads::spawn;
 
 /// How much later than the server's limits the client gives up.
 pub(crate) const GRACE: Duration = Duration::from_millis(100);
 
-/// How much later than the call's own end the limits of a settled session may end a wait.
+/// How much later than the call's own end the limits of a preconfigured session may end a wait.
 const LATE_MS: u64 = 300;
 
 /// How often a statement is called on one connection before the driver prepares it.
@@ -46,59 +47,77 @@ pub(crate) struct Session<'a> {
     end: Instant,
     cancel: &'a CancelToken,
     in_transaction: bool,
-    /// See [`Memo::settled_ms`].
-    settled_ms: Option<u64>,
+    /// See [`SessionState::preset_limit_ms`].
+    preset_limit_ms: Option<u64>,
 }
 
 impl<'a> Session<'a> {
     pub(crate) fn new(connection: Connection, end: Instant, cancel: &'a CancelToken) -> Self {
-        Self { connection: Some(connection), end, cancel, in_transaction: false, settled_ms: None }
+        Self { connection: Some(connection), end, cancel, in_transaction: false, preset_limit_ms: None }
     }
 
     /// Prepares these statements if this connection has not yet.
-    pub(crate) fn prepare(&mut self, statements: &[&Statement]) -> Result<(), Trouble> {
-        let memo = self.connection()?.memo();
-        let missing = memo.missing(statements);
+    pub(crate) fn prepare(&mut self, statements: &[&Statement]) -> Result<(), Failure> {
+        let state = self.connection()?.state();
+        let missing = state.missing(statements);
         if missing.is_empty() {
-            self.settled_ms = memo.settled_ms;
+            self.preset_limit_ms = state.preset_limit_ms;
             return Ok(());
         }
-        let message = Memo::preparation(self.limits(), &missing);
+        let message = SessionState::preparation(self.limits(), &missing);
         let answers = match self.simple(&message, false) {
             Ok(answers) => answers,
             // 42P05: somebody else prepared them on the server connection behind a pooler. 25001 or
             // 0A000: a server that cannot prepare. Written-out statements work everywhere.
-            Err(Failed::State(state, _)) if matches!(&*state, "42P05" | "25001" | "0A000") => {
-                self.connection()?.memo().plain = true;
+            Err(failure) if matches!(failure.refused_with(), Some("42P05" | "25001" | "0A000")) => {
+                self.connection()?.state().plain = true;
                 return Ok(());
             }
-            Err(failed) => return Err(failed.into()),
+            Err(failure) => return Err(failure),
         };
-        let settled_ms = answers.row(0)?.map(|row| int(row, 0)).transpose()?.flatten();
-        let settled_ms = settled_ms.and_then(|ms| u64::try_from(ms).ok());
-        self.settled_ms = settled_ms;
-        let memo = self.connection()?.memo();
-        memo.settled_ms = settled_ms;
-        memo.remember(statements);
+        let preset_limit_ms = answers.row(0)?.map(|row| int(row, 0)).transpose()?.flatten();
+        let preset_limit_ms = preset_limit_ms.and_then(|ms| u64::try_from(ms).ok());
+        self.preset_limit_ms = preset_limit_ms;
+        let state = self.connection()?.state();
+        state.preset_limit_ms = preset_limit_ms;
+        state.remember(statements);
         Ok(())
     }
 
     /// Sends a message that only reads: its loss loses nothing.
-    pub(crate) fn ask(&mut self, message: &Message<'_>) -> Result<Answers, Trouble> {
+    pub(crate) fn ask(&mut self, message: &Message<'_>) -> Result<Answers, Failure> {
         self.send(message, false)
     }
 
     /// Carries out one statement that only reads.
-    pub(crate) fn ask_one(&mut self, statement: &Statement, args: &[Arg<'_>]) -> Result<Answers, Trouble> {
-        if self.is_settled() {
+    pub(crate) fn ask_one(&mut self, statement: &Statement, args: &[Arg<'_>]) -> Result<Answers, Failure> {
+        if self.is_preconfigured() {
             return self.call(statement, args, false);
         }
         self.ask(&Message::new().raw(self.limits()).call(statement, args))
     }
 
+    /// The same, prepared with all of its kind first. If somebody has discarded it: once more, and after
+    /// that it is written out.
+    pub(crate) fn ask_prepared(
+        &mut self,
+        all: &[&Statement],
+        statement: &Statement,
+        args: &[Arg<'_>],
+    ) -> Result<Answers, Failure> {
+        loop {
+            self.prepare(all)?;
+            match self.ask_one(statement, args) {
+                // Nothing was done, and the second time in a row the session gives up on preparing.
+                Err(failure) if failure.is_unprepared() => {}
+                answers => return answers,
+            }
+        }
+    }
+
     /// Carries out one statement that is a transaction of its own.
-    pub(crate) fn commit_one(&mut self, statement: &Statement, args: &[Arg<'_>]) -> Result<Answers, Trouble> {
-        if self.is_settled() {
+    pub(crate) fn commit_one(&mut self, statement: &Statement, args: &[Arg<'_>]) -> Result<Answers, Failure> {
+        if self.is_preconfigured() {
             let answers = self.call(statement, args, true)?;
             return self.committed(answers);
         }
@@ -106,33 +125,30 @@ impl<'a> Session<'a> {
     }
 
     /// Sends a message that begins a transaction and leaves it open.
-    pub(crate) fn begin(&mut self, message: &Message<'_>) -> Result<Answers, Trouble> {
+    pub(crate) fn begin(&mut self, message: &Message<'_>) -> Result<Answers, Failure> {
         self.in_transaction = true;
         self.send(message, false)
     }
 
     /// Sends a message that commits.
-    pub(crate) fn commit(&mut self, message: &Message<'_>) -> Result<Answers, Trouble> {
+    pub(crate) fn commit(&mut self, message: &Message<'_>) -> Result<Answers, Failure> {
         let answers = self.send(message, true)?;
         self.in_transaction = false;
         self.committed(answers)
     }
 
     /// The answers to a commit, unless the server warned that its standby may not have it.
-    fn committed(&mut self, answers: Answers) -> Result<Answers, Trouble> {
-        if self.connection()?.link().is_some_and(Link::take_unreplicated) {
-            return Err(Trouble::Broken {
-                error: LockError::new(ErrorCode::ServiceUnavailable)
-                    .with_message("the change is durable on this server, but its standby may not have it"),
-                in_doubt: true,
-                stale: false,
-            });
+    fn committed(&mut self, answers: Answers) -> Result<Answers, Failure> {
+        if self.connection()?.control().is_some_and(StreamControl::take_unreplicated) {
+            let error = LockError::new(ErrorCode::ServiceUnavailable)
+                .with_message("the change is durable on this server, but its standby may not have it");
+            return Err(Failure::broken(error, true, false));
         }
         Ok(answers)
     }
 
     /// Sends these statements as a whole transaction of its own, `BEGIN` to `COMMIT`, in one message.
-    pub(crate) fn transaction(&mut self, statements: &str) -> Result<Answers, Trouble> {
+    pub(crate) fn transaction(&mut self, statements: &str) -> Result<Answers, Failure> {
         if !self.is_own() {
             self.ask(&Message::new().raw(ALONE))?;
         }
@@ -157,14 +173,14 @@ impl<'a> Session<'a> {
     }
 
     /// Puts the connection back, after a rollback where a transaction is open.
-    pub(crate) fn finish(self) {
-        if let Some(connection) = self.into_connection() {
+    pub(crate) fn finish(mut self) {
+        if let Some(connection) = self.take_connection() {
             connection.give_back();
         }
     }
 
     /// The connection, in order; `None` if it is gone.
-    pub(crate) fn into_connection(mut self) -> Option<Connection> {
+    pub(crate) fn take_connection(&mut self) -> Option<Connection> {
         self.rollback();
         self.connection.take()
     }
@@ -172,7 +188,7 @@ impl<'a> Session<'a> {
     /// What a transaction states before anything else: isolation and access mode, and bounds for its
     /// waits and statements (never 0, which would mean none). Nothing is stated that is so already:
     /// a session of ours began with all of it, see
-    /// [`settled_options`](crate::postgres::statement::settled_options).
+    /// [`startup_options`](crate::pg::statement::startup_options).
     pub(crate) fn prelude(&self) -> String {
         self.states("SET TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE;")
     }
@@ -202,13 +218,13 @@ impl<'a> Session<'a> {
 
     /// Whether the session began with all that a transaction needs, and with limits that fit this
     /// one. A limit that is a little late does no harm: where it can be, the client's own is exact.
-    fn is_settled(&self) -> bool {
+    fn is_preconfigured(&self) -> bool {
         let left = self.millis_left();
-        self.is_own() && self.settled_ms.is_some_and(|limit| left >= limit - (limit / 10).min(LATE_MS))
+        self.is_own() && self.preset_limit_ms.is_some_and(|limit| left >= limit - (limit / 10).min(LATE_MS))
     }
 
     fn states(&self, transaction: &str) -> String {
-        if self.is_settled() {
+        if self.is_preconfigured() {
             return String::new();
         }
         let alone = if self.is_own() { String::new() } else { format!(";{ALONE}") };
@@ -221,12 +237,12 @@ impl<'a> Session<'a> {
 
     /// The timer of a session lock that runs on this session.
     pub(crate) fn timer(&mut self) -> Option<SessionTimer> {
-        self.connection().ok()?.memo().timer.clone()
+        self.connection().ok()?.state().timer.clone()
     }
 
     pub(crate) fn set_timer(&mut self, timer: Option<SessionTimer>) {
         if let Ok(connection) = self.connection() {
-            connection.memo().timer = timer;
+            connection.state().timer = timer;
         }
     }
 
@@ -254,10 +270,11 @@ impl<'a> Session<'a> {
     }
 
     /// Sends, and notices where prepared statements are gone.
-    fn send(&mut self, message: &Message<'_>, commits: bool) -> Result<Answers, Trouble> {
+    fn send(&mut self, message: &Message<'_>, commits: bool) -> Result<Answers, Failure> {
         let outcome = self.simple(message, commits);
         // It is too late for an isolation level.
-        if matches!(&outcome, Err(Failed::State(state, _)) if state == "25001") && !self.is_own() {
+        let late = |failure: &Failure| failure.refused_with() == Some("25001");
+        if outcome.as_ref().is_err_and(late) && !self.is_own() {
             return Err(self.left_open());
         }
         self.noticed(outcome)
@@ -265,13 +282,13 @@ impl<'a> Session<'a> {
 
     /// Calls one statement, by the driver's own kind of prepared statement once it is called often:
     /// nothing is parsed then, neither there nor here, but to prepare it is a round trip. Only for a
-    /// settled session, where nothing has to be stated beside it.
-    fn call(&mut self, statement: &Statement, args: &[Arg<'_>], commits: bool) -> Result<Answers, Trouble> {
-        let memo = self.connection()?.memo();
-        if memo.plain {
+    /// preconfigured session, where nothing has to be stated beside it.
+    fn call(&mut self, statement: &Statement, args: &[Arg<'_>], commits: bool) -> Result<Answers, Failure> {
+        let state = self.connection()?.state();
+        if state.plain {
             return self.send(&Message::new().call(statement, args), commits);
         }
-        let handle = match memo.handle(statement) {
+        let handle = match state.handle(statement) {
             Handle::Ready(handle) => handle,
             Handle::Called(times) if times < OFTEN => {
                 return self.send(&Message::new().call(statement, args), commits);
@@ -281,7 +298,7 @@ impl<'a> Session<'a> {
                 let prepared =
                     self.round_trip(false, |client| client.prepare_typed(statement.text(), &types));
                 let handle = self.noticed(prepared)?;
-                self.connection()?.memo().keep_handle(statement, handle.clone());
+                self.connection()?.state().keep_handle(statement, handle.clone());
                 handle
             }
         };
@@ -290,28 +307,29 @@ impl<'a> Session<'a> {
         Ok(Answers::of_query(rows))
     }
 
-    fn noticed<R>(&mut self, outcome: Result<R, Failed>) -> Result<R, Trouble> {
+    /// Notes whether prepared statements stay on this connection.
+    fn noticed<R>(&mut self, outcome: Result<R, Failure>) -> Result<R, Failure> {
         match outcome {
             Ok(answer) => {
-                self.connection()?.memo().vanished = 0;
+                self.connection()?.state().vanished = 0;
                 Ok(answer)
             }
-            Err(Failed::Unprepared(trouble)) => {
-                let memo = self.connection()?.memo();
-                if memo.plain {
-                    return Err(trouble);
+            Err(failure) if failure.is_unprepared() => {
+                let state = self.connection()?.state();
+                if state.plain {
+                    return Err(failure.refused());
                 }
-                memo.forget();
-                Err(Trouble::Unprepared)
+                state.forget();
+                Err(failure)
             }
-            Err(failed) => Err(failed.into()),
+            Err(failure) => Err(failure),
         }
     }
 
     /// One message of text.
-    fn simple(&mut self, message: &Message<'_>, commits: bool) -> Result<Answers, Failed> {
-        let connection = self.connection().map_err(Trouble::Refused)?;
-        let text = message.text(connection.memo().plain).map_err(Trouble::Refused)?;
+    fn simple(&mut self, message: &Message<'_>, commits: bool) -> Result<Answers, Failure> {
+        let connection = self.connection()?;
+        let text = message.text(connection.state().plain)?;
         self.round_trip(commits, |client| client.simple_query(&text)).map(Answers::of_message)
     }
 
@@ -320,74 +338,69 @@ impl<'a> Session<'a> {
         &mut self,
         commits: bool,
         send: impl FnOnce(&mut postgres::Client) -> Result<R, postgres::Error>,
-    ) -> Result<R, Failed> {
+    ) -> Result<R, Failure> {
         let left = rest(self.end);
         if left.is_zero() {
-            return Err(Failed::Trouble(Trouble::Refused(out_of_time())));
+            return Err(out_of_time().into());
         }
         let watch = if commits { None } else { self.watch() };
-        let connection = self.connection().map_err(Trouble::Refused)?;
-        if let Some(link) = connection.link() {
-            link.limit(left + GRACE);
+        let connection = self.connection()?;
+        if let Some(control) = connection.control() {
+            control.limit(left + GRACE);
         }
-        let client = connection.client().map_err(Trouble::Refused)?;
+        let client = connection.client()?;
         let outcome = match guard_runtime(|| send(client)) {
             Ok(outcome) => outcome,
             // It panicked in the middle of something: what state it is in, nobody knows.
             Err(error) if error.code() == ErrorCode::Internal => {
                 self.cut();
-                return Err(Failed::Trouble(Trouble::Broken { error, in_doubt: commits, stale: false }));
+                return Err(Failure::broken(error, commits, false));
             }
             // Nothing was sent.
             Err(error) => {
                 self.cut();
-                return Err(Failed::Trouble(Trouble::Refused(error)));
+                return Err(error.into());
             }
         };
         if watch.is_some_and(Watch::fires) {
             self.cut();
-            return Err(Failed::Trouble(Trouble::Refused(LockError::aborted())));
+            return Err(LockError::aborted().into());
         }
         outcome.map_err(|error| self.failed(error, commits))
     }
 
-    fn failed(&mut self, error: postgres::Error, commits: bool) -> Failed {
-        let state = error.code().map(|state| state.code().to_owned());
-        // 25P02: the transaction that was left open has failed already.
-        if matches!(state.as_deref(), Some("2201W" | "25P02")) && !self.is_own() {
-            return Failed::Trouble(self.left_open());
+    fn failed(&mut self, error: postgres::Error, commits: bool) -> Failure {
+        let state = error.code().map(postgres::error::SqlState::code);
+        // 2201W is that of `ALONE`; 25P02: the transaction that was left open has failed already.
+        if matches!(state, Some("2201W" | "25P02")) && !self.is_own() {
+            return self.left_open();
         }
-        let unprepared = is_unprepared(&error);
-        let trouble = match call_error(error, commits) {
-            Trouble::Refused(error) if error.sqlstate() == Some(READ_ONLY) => self.read_only(error),
-            trouble => trouble,
-        };
-        match (state, trouble) {
-            (_, trouble @ Trouble::Refused(_)) if unprepared => Failed::Unprepared(trouble),
-            (Some(state), trouble @ Trouble::Refused(_)) => Failed::State(state, trouble),
-            (_, trouble) => {
-                self.cut();
-                Failed::Trouble(trouble)
-            }
+        let failure = call_error(error, commits);
+        if failure.refused_with() == Some(READ_ONLY) {
+            return self.read_only(failure.into_error());
         }
+        if !failure.is_refused() && !failure.is_unprepared() {
+            self.cut();
+        }
+        failure
     }
 
     /// The connection leads to a standby, where nothing can be changed. Another may lead to the primary:
     /// if this one was used before, that is not known yet.
-    pub(crate) fn read_only(&mut self, error: LockError) -> Trouble {
+    pub(crate) fn read_only(&mut self, error: LockError) -> Failure {
         let stale = self.connection.as_ref().is_some_and(Connection::was_used);
         self.cut();
-        Trouble::Broken { error, in_doubt: false, stale }
+        Failure::broken(error, false, stale)
     }
 
     /// A caller's connection came with a transaction of other code's, in which nothing of ours was done.
-    fn left_open(&mut self) -> Trouble {
+    fn left_open(&mut self) -> Failure {
         self.cut();
         let what = "a connection of the caller's pool came with an open transaction, which is rolled back: \
             commit or roll back before you give one back";
         log::warn!("{what}");
         let error = LockError::new(ErrorCode::ServiceUnavailable).with_message(what);
-        Trouble::Broken { error, in_doubt: false, stale: true }
+        Failure::broken(error, false, true)
     }
 
     /// Has the caller's token end the message that is about to be sent.
@@ -396,15 +409,15 @@ impl<'a> Session<'a> {
             return None;
         }
         let connection = self.connection.as_mut()?;
-        let (token, canceller, link) =
-            (connection.cancel_token()?, connection.canceller(), connection.link().cloned());
+        let (token, canceller, control) =
+            (connection.cancel_token()?, connection.canceller(), connection.control().cloned());
         let fired = Arc::new(AtomicBool::new(false));
         let hook = {
             let fired = Arc::clone(&fired);
             move || {
                 fired.store(true, Ordering::SeqCst);
-                if let Some(link) = link {
-                    link.kill();
+                if let Some(control) = control {
+                    control.kill();
                 }
                 // The hook runs on whatever thread cancels, which must not do I/O.
                 let ask = move || canceller.cancel(&token);
@@ -423,29 +436,6 @@ impl Drop for Session<'_> {
     }
 }
 
-/// A failure of one round trip.
-enum Failed {
-    /// The server refused, with this SQLSTATE; the connection is in order.
-    State(String, Trouble),
-    /// The server does not have the statement.
-    Unprepared(Trouble),
-    Trouble(Trouble),
-}
-
-impl From<Trouble> for Failed {
-    fn from(trouble: Trouble) -> Self {
-        Self::Trouble(trouble)
-    }
-}
-
-impl From<Failed> for Trouble {
-    fn from(failed: Failed) -> Self {
-        match failed {
-            Failed::State(_, trouble) | Failed::Unprepared(trouble) | Failed::Trouble(trouble) => trouble,
-        }
-    }
-}
-
 struct Watch {
     subscription: Option<Subscription>,
     fired: Arc<AtomicBool>,
@@ -457,10 +447,4 @@ impl Watch {
         let removed = self.subscription.is_none_or(Subscription::remove);
         !removed || self.fired.load(Ordering::SeqCst)
     }
-}
-
-/// Our own time is over before anything was sent.
-pub(crate) fn out_of_time() -> LockError {
-    LockError::new(ErrorCode::NetworkTimeout)
-        .with_message("the time for this operation was over before it could be sent: raise operation_timeout or the wait's own timeout")
 }

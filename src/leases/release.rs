@@ -11,13 +11,15 @@ use std::time::{Duration, Instant};
 use crate::backend::{Reason, ReleaseOutcome};
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
+use crate::leases::backend::PostgresBackend;
+use crate::leases::refusals::{cannot_notify, is_all_or_nothing, swallowed};
+use crate::leases::setup::ResolvedTables;
 use crate::model::lock_id::LockId;
 use crate::model::time::{TIME_TOLERANCE_MS, is_live};
-use crate::postgres::error::{Trouble, is_all_or_nothing, is_uncallable, swallowed};
-use crate::postgres::row::{Answers, int, required, text};
-use crate::postgres::session::Session;
-use crate::postgres::statement::{Arg, Message};
-use crate::postgres::{Fault, Located, PostgresBackend};
+use crate::pg::Failure;
+use crate::pg::answers::{Answers, int, required, text};
+use crate::pg::session::Session;
+use crate::pg::statement::{Arg, Message};
 
 pub(crate) fn release(
     backend: &PostgresBackend,
@@ -36,23 +38,21 @@ pub(crate) fn release(
                 .with_unknown_outcome(Duration::ZERO))
         }
         Ok((outcome, _)) => Ok(outcome),
-        Err(Fault::Error(error)) => Err(error),
-        Err(doubt) => Err(doubt
-            .into_error()
-            .with_unknown_outcome(Duration::MAX)),
+        Err(failure) if failure.is_in_doubt() => Err(failure.into_error().with_unknown_outcome(Duration::MAX)),
+        Err(failure) => Err(failure.into_error()),
     }
     .map_err(|error| error.with_lock_id(lock_id.as_str()))
 }
 
 /// A lease's row, locked, and the clock after that.
-pub(crate) struct Found {
+pub(crate) struct StoredLease {
     pub(crate) key: String,
     lock_id: String,
     expires_at_ms: i64,
     now_ms: i64,
 }
 
-impl Found {
+impl StoredLease {
     /// Reads the answers to `find` and `clock`, the message's last two statements.
     pub(crate) fn read(answers: &Answers) -> Result<Option<Self>> {
         let now_ms = required(int(required(answers.row(0)?)?, 0)?)?;
@@ -85,19 +85,27 @@ impl Found {
 /// One message, and a second, careful one if that saw no live lease: a row that seems over may be in
 /// the hands of an extend that judged it live and has not committed, so it is judged again when it is
 /// locked. (The reason comes out of that; it is not what the message is for.)
-fn one_message(session: &mut Session<'_>, at: &Located, lock_id: &LockId) -> Result<ReleaseOutcome, Trouble> {
+fn one_message(
+    session: &mut Session<'_>,
+    at: &ResolvedTables,
+    lock_id: &LockId,
+) -> Result<ReleaseOutcome, Failure> {
     let id = [Arg::Text(lock_id.as_str())];
     match session.commit_one(&at.statements.release_live, &id) {
         Ok(answers) if answers.row(0)?.is_some() => return Ok(ReleaseOutcome::Released),
         // The lease ran out while its row was waited for, or its waiters cannot be called.
-        Err(trouble) if is_all_or_nothing(&trouble) || (at.calls && is_uncallable(&trouble)) => {}
+        Err(failure) if is_all_or_nothing(&failure) || (at.notifies && cannot_notify(&failure)) => {}
         other => drop(other?),
     }
     carefully(session, at, lock_id)
 }
 
 /// Deletes the lease, or says why not. Calls nobody.
-fn carefully(session: &mut Session<'_>, at: &Located, lock_id: &LockId) -> Result<ReleaseOutcome, Trouble> {
+fn carefully(
+    session: &mut Session<'_>,
+    at: &ResolvedTables,
+    lock_id: &LockId,
+) -> Result<ReleaseOutcome, Failure> {
     let id = [Arg::Text(lock_id.as_str())];
     let answers = session.commit_one(&at.statements.release, &id)?;
     let row = required(answers.row(0)?)?;
@@ -111,9 +119,9 @@ fn carefully(session: &mut Session<'_>, at: &Located, lock_id: &LockId) -> Resul
 
 fn two_messages(
     session: &mut Session<'_>,
-    at: &Located,
+    at: &ResolvedTables,
     lock_id: &LockId,
-) -> Result<ReleaseOutcome, Trouble> {
+) -> Result<ReleaseOutcome, Failure> {
     let statements = &at.statements;
     let id = Arg::Text(lock_id.as_str());
     let read = Message::new()
@@ -121,15 +129,15 @@ fn two_messages(
         .raw("SET LOCAL synchronous_commit TO off")
         .call(&statements.find, &[id])
         .call(&statements.clock, &[]);
-    let found = Found::read(&session.begin(&read)?)?;
+    let found = StoredLease::read(&session.begin(&read)?)?;
     session.check_cancel()?;
-    if let Some(reason) = Found::judge(found.as_ref(), lock_id.as_str()) {
+    if let Some(reason) = StoredLease::judge(found.as_ref(), lock_id.as_str()) {
         return Ok(ReleaseOutcome::NotHeld(Some(reason)));
     }
     let key = found.map(|row| row.key).unwrap_or_default();
     let write = Message::new().call(&statements.delete, &[Arg::Text(&key), id]).raw("COMMIT");
     let answers = match session.commit(&write) {
-        Err(trouble) if at.calls && is_uncallable(&trouble) => {
+        Err(failure) if at.notifies && cannot_notify(&failure) => {
             session.rollback();
             return carefully(session, at, lock_id);
         }
@@ -147,15 +155,15 @@ mod tests {
 
     #[test]
     fn a_row_is_judged_by_its_id_and_the_clock() {
-        let row = |lock_id: &str, expires_at_ms| Found {
+        let row = |lock_id: &str, expires_at_ms| StoredLease {
             key: "k".into(),
             lock_id: lock_id.into(),
             expires_at_ms,
             now_ms: 10_000,
         };
-        assert_eq!(Found::judge(None, "me"), Some(Reason::NotFound));
-        assert_eq!(Found::judge(Some(&row("other", 20_000)), "me"), Some(Reason::NotFound));
-        assert_eq!(Found::judge(Some(&row("me", 9_000)), "me"), Some(Reason::Expired));
-        assert_eq!(Found::judge(Some(&row("me", 9_001)), "me"), None);
+        assert_eq!(StoredLease::judge(None, "me"), Some(Reason::NotFound));
+        assert_eq!(StoredLease::judge(Some(&row("other", 20_000)), "me"), Some(Reason::NotFound));
+        assert_eq!(StoredLease::judge(Some(&row("me", 9_000)), "me"), Some(Reason::Expired));
+        assert_eq!(StoredLease::judge(Some(&row("me", 9_001)), "me"), None);
     }
 }

@@ -23,12 +23,12 @@ use tokio_postgres::tls::{MakeTlsConnect, TlsConnect};
 use crate::cancel::{CancelToken, Subscription};
 use crate::error::{ErrorCode, LockError, Result};
 use crate::model::time::deadline_after;
-use crate::postgres::addresses::{Addresses, Candidate, ListedHost, Target, prefer_primary, without_hosts};
-use crate::postgres::error::{NoCandidate, connect_error};
-use crate::postgres::link::{Encryption, GuardedTls, Link};
-use crate::postgres::resolve::Resolver;
-use crate::postgres::resources;
-use crate::postgres::statement::settled_options;
+use crate::pg::addresses::{Addresses, Candidate, ListedHost, Target, prefer_primary, without_hosts};
+use crate::pg::error::{NoCandidate, connect_error};
+use crate::pg::resolve::Resolver;
+use crate::pg::resources;
+use crate::pg::statement::startup_options;
+use crate::pg::stream::{DeadlineTls, Encryption, StreamControl};
 use crate::threads::{contained, drop_legally, in_runtime, locals_gone, spawn};
 
 /// How long the driver may take to say goodbye on a connection that is in order.
@@ -70,13 +70,13 @@ impl Connector {
         <T::TlsConnect as TlsConnect<Socket>>::Future: Send,
     {
         let addresses = Addresses::new(config)?;
-        let driver = Arc::new(Place::new(config, tls, &addresses, operation_timeout)?);
+        let driver = Arc::new(Endpoint::new(config, tls, &addresses, operation_timeout)?);
         let left_behind = Mutex::default();
         Ok(Self(Arc::new(Inner { addresses, resolver: Resolver::system(), driver, left_behind })))
     }
 
     /// A connection, within `limit`, unless the token fires.
-    pub(crate) fn open(&self, limit: Duration, cancel: &CancelToken) -> Result<Wire> {
+    pub(crate) fn open(&self, limit: Duration, cancel: &CancelToken) -> Result<OpenedConnection> {
         // First: inside an async runtime not even what the look below builds may be dropped.
         check_runtime()?;
         resources::check()?;
@@ -99,9 +99,9 @@ impl Connector {
             while let Some(candidate) = candidates.next() {
                 let last = last && candidates.peek().is_none();
                 match self.attempt(&candidate, share(end, last), cancel) {
-                    Ok(wire) => {
+                    Ok(connection) => {
                         self.0.addresses.succeeded(&candidate);
-                        return Ok(wire);
+                        return Ok(connection);
                     }
                     Err(error) => {
                         cancel.check()?;
@@ -127,27 +127,33 @@ impl Connector {
     ///
     /// The driver connects on a thread of its own, because nothing of it can be ended from outside
     /// before it has a TCP connection, and on a Unix socket nothing at all.
-    fn attempt(&self, candidate: &Candidate, limit: Duration, cancel: &CancelToken) -> Result<Wire> {
+    fn attempt(
+        &self,
+        candidate: &Candidate,
+        limit: Duration,
+        cancel: &CancelToken,
+    ) -> Result<OpenedConnection> {
         if limit.is_zero() {
             return Err(unanswered());
         }
-        let link = Link::new();
-        link.limit(limit);
+        let control = StreamControl::new();
+        control.limit(limit);
         let alive = Arc::new(());
         let (done, outcome) = channel();
         let cut = {
-            let (link, done) = (link.clone(), done.clone());
+            let (control, done) = (control.clone(), done.clone());
             move || {
-                link.kill();
+                control.kill();
                 let _ = done.send(None);
             }
         };
         let job = {
-            let (driver, candidate, link) = (Arc::clone(&self.0.driver), candidate.clone(), link.clone());
+            let (driver, candidate, control) =
+                (Arc::clone(&self.0.driver), candidate.clone(), control.clone());
             let alive = Arc::clone(&alive);
             move || {
                 let opened =
-                    guard_runtime(|| driver.open(&candidate, &link, limit)).and_then(|opened| opened);
+                    guard_runtime(|| driver.open(&candidate, &control, limit)).and_then(|opened| opened);
                 // If nobody waits any more, the connection is dropped here.
                 let _ = done.send(Some(opened));
                 drop(alive);
@@ -158,12 +164,12 @@ impl Connector {
         spawn("syncguard-connect", job).map_err(no_thread)?;
         let outcome = outcome.recv_timeout(limit + GRACE);
         // A token that has fired may cut the connection yet.
-        let fired = !watch.is_none_or(Subscription::remove) || link.is_dead();
+        let fired = !watch.is_none_or(Subscription::remove) || control.is_dead();
         let opened = match outcome {
             Ok(Some(opened)) => opened,
             Ok(None) => Err(LockError::aborted()),
             Err(RecvTimeoutError::Timeout) => {
-                link.kill();
+                control.kill();
                 self.left_behind().push(Arc::downgrade(&alive));
                 Err(unanswered())
             }
@@ -174,8 +180,8 @@ impl Connector {
             drop_legally(client);
             return Err(LockError::aborted());
         }
-        link.unlimited();
-        Ok(Wire { client: Some(client), link })
+        control.unlimited();
+        Ok(OpenedConnection { client: Some(client), control })
     }
 
     /// Refuses to leave ever more threads behind at a server that stands still.
@@ -194,10 +200,10 @@ impl Connector {
         self.0.left_behind.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Asks the server to cancel what `token`'s connection is doing, whose socket `link` is if it is
+    /// Asks the server to cancel what `token`'s connection is doing, whose socket `control` is if it is
     /// one of ours. Best effort.
-    pub(crate) fn cancel(&self, token: &postgres::CancelToken, link: Option<&Link>) {
-        let ask = || guard_runtime(|| self.0.driver.cancel(token, link.map(Link::guards)));
+    pub(crate) fn cancel(&self, token: &postgres::CancelToken, control: Option<&StreamControl>) {
+        let ask = || guard_runtime(|| self.0.driver.cancel(token, control.map(StreamControl::guards)));
         match resources::check().and_then(|()| ask()) {
             Ok(Ok(())) => {}
             Ok(Err(error)) => log::debug!("the cancel request did not reach the server: {error}"),
@@ -225,18 +231,18 @@ fn no_thread(cause: std::io::Error) -> LockError {
 
 /// A connection of ours and the handle of its socket. Never dropped in a place where the driver
 /// would panic: inside an async runtime a thread of its own takes it.
-pub(crate) struct Wire {
+pub(crate) struct OpenedConnection {
     client: Option<Client>,
-    pub(crate) link: Link,
+    pub(crate) control: StreamControl,
 }
 
-impl Wire {
+impl OpenedConnection {
     pub(crate) fn client(&mut self) -> Option<&mut Client> {
         self.client.as_mut()
     }
 
     pub(crate) fn is_closed(&self) -> bool {
-        self.link.is_dead() || self.client.as_ref().is_none_or(Client::is_closed)
+        self.control.is_dead() || self.client.as_ref().is_none_or(Client::is_closed)
     }
 
     /// Forgets the connection without a word to the server: after a fork it is the parent's.
@@ -245,10 +251,10 @@ impl Wire {
     }
 }
 
-impl Drop for Wire {
+impl Drop for OpenedConnection {
     fn drop(&mut self) {
         let Some(client) = self.client.take() else { return };
-        self.link.limit(FAREWELL);
+        self.control.limit(FAREWELL);
         drop_legally(client);
     }
 }
@@ -299,12 +305,12 @@ fn blocked_in_runtime() -> LockError {
 
 /// The one place where the driver is called to connect.
 trait Open: Send + Sync {
-    fn open(&self, candidate: &Candidate, link: &Link, limit: Duration) -> Result<Client>;
+    fn open(&self, candidate: &Candidate, control: &StreamControl, limit: Duration) -> Result<Client>;
     /// `tcp`: whether a connection of ours goes over TCP; `None` for one of a caller's.
     fn cancel(&self, token: &postgres::CancelToken, tcp: Option<bool>) -> Result<(), postgres::Error>;
 }
 
-struct Place<T> {
+struct Endpoint<T> {
     /// All settings but the hosts.
     config: Config,
     tls: T,
@@ -316,13 +322,13 @@ struct Place<T> {
     bare: AtomicBool,
 }
 
-impl<T: Clone + 'static> Place<T> {
+impl<T: Clone + 'static> Endpoint<T> {
     fn new(theirs: &Config, tls: T, addresses: &Addresses, operation_timeout: Duration) -> Result<Self> {
         let mut config = without_hosts(theirs);
         prefer_primary(&mut config, addresses.len());
         let limit = u64::try_from(operation_timeout.as_millis()).unwrap_or(u64::MAX).clamp(1, 2_000_000_000);
         let theirs = config.get_options().map(|options| format!("{options} ")).unwrap_or_default();
-        let options = format!("{theirs}{}", settled_options(limit));
+        let options = format!("{theirs}{}", startup_options(limit));
         if config.get_application_name().is_none() {
             config.application_name("syncguard");
         }
@@ -346,7 +352,7 @@ impl<T: Clone + 'static> Place<T> {
 }
 
 fn encryption_of<T: 'static>(config: &Config) -> Result<Encryption> {
-    let no_tls = GuardedTls::<T>::is_no_tls();
+    let no_tls = DeadlineTls::<T>::is_no_tls();
     match config.get_ssl_mode() {
         SslMode::Disable => Ok(Encryption::Never),
         SslMode::Prefer if no_tls => Ok(Encryption::Never),
@@ -359,7 +365,7 @@ fn encryption_of<T: 'static>(config: &Config) -> Result<Encryption> {
     }
 }
 
-impl<T> Place<T>
+impl<T> Endpoint<T>
 where
     T: MakeTlsConnect<Socket> + Clone + Send + Sync + 'static,
     T::TlsConnect: Send + 'static,
@@ -369,7 +375,7 @@ where
     fn connect(
         &self,
         candidate: &Candidate,
-        link: &Link,
+        control: &StreamControl,
         limit: Duration,
         bare: bool,
     ) -> Result<Client, postgres::Error> {
@@ -380,30 +386,30 @@ where
         }
         let limit = config.get_connect_timeout().map_or(limit, |theirs| limit.min(*theirs));
         config.connect_timeout(limit);
-        let heard = link.clone();
+        let heard = control.clone();
         config.notice_callback(move |notice| on_notice(&heard, &notice));
         if candidate.is_tcp() {
-            // The driver hands its socket to the "TLS connector" at once; the rest is GuardedTls's.
+            // The driver hands its socket to the "TLS connector" at once; the rest is DeadlineTls's.
             config.ssl_mode(SslMode::Require).ssl_negotiation(SslNegotiation::Direct);
-            config.connect(GuardedTls::new(self.tls.clone(), self.encryption, link.clone()))
+            config.connect(DeadlineTls::new(self.tls.clone(), self.encryption, control.clone()))
         } else {
             config.ssl_mode(SslMode::Disable).connect(NoTls)
         }
     }
 }
 
-impl<T> Open for Place<T>
+impl<T> Open for Endpoint<T>
 where
     T: MakeTlsConnect<Socket> + Clone + Send + Sync + 'static,
     T::TlsConnect: Send + 'static,
     T::Stream: Send + 'static,
     <T::TlsConnect as TlsConnect<Socket>>::Future: Send,
 {
-    fn open(&self, candidate: &Candidate, link: &Link, limit: Duration) -> Result<Client> {
+    fn open(&self, candidate: &Candidate, control: &StreamControl, limit: Duration) -> Result<Client> {
         let bare = self.bare.load(Ordering::Relaxed);
-        match self.connect(candidate, link, limit, bare) {
+        match self.connect(candidate, control, limit, bare) {
             Err(error) if !bare && may_refuse_options(&error) => {
-                let connected = self.connect(candidate, link, limit, true);
+                let connected = self.connect(candidate, control, limit, true);
                 self.bare.fetch_or(connected.is_ok(), Ordering::Relaxed);
                 connected
             }
@@ -417,9 +423,9 @@ where
             None => token.cancel_query(self.tls.clone()),
             Some(false) => token.cancel_query(NoTls),
             Some(true) => {
-                let link = Link::new();
-                link.limit(CANCEL_LIMIT);
-                token.cancel_query(GuardedTls::new(self.tls.clone(), self.encryption, link))
+                let control = StreamControl::new();
+                control.limit(CANCEL_LIMIT);
+                token.cancel_query(DeadlineTls::new(self.tls.clone(), self.encryption, control))
             }
         }
     }
@@ -438,10 +444,10 @@ fn may_refuse_options(error: &postgres::Error) -> bool {
 /// here but perhaps not on the standby it should have waited for
 /// (<https://www.postgresql.org/docs/current/warm-standby.html#SYNCHRONOUS-REPLICATION-HA>). It
 /// comes with a *successful* answer, and its text depends on the server's language.
-fn on_notice(link: &Link, notice: &DbError) {
+fn on_notice(control: &StreamControl, notice: &DbError) {
     let from_sync_rep = notice.routine().is_some_and(|routine| routine.starts_with("SyncRep"));
     if from_sync_rep {
-        link.set_unreplicated();
+        control.set_unreplicated();
     }
     log::debug!("notice {} from the server", notice.code().code());
 }

@@ -21,11 +21,11 @@ use scheduled_thread_pool::ScheduledThreadPool;
 
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
-use crate::postgres::connect::{Connector, Wire};
-use crate::postgres::link::Link;
-use crate::postgres::pool::{Canceller, Lent, NotLent, Pool};
-use crate::postgres::session::out_of_time;
-use crate::postgres::statement::Memo;
+use crate::pg::connect::{Connector, OpenedConnection};
+use crate::pg::error::out_of_time;
+use crate::pg::pool::{Canceller, Lent, NotLent, Pool};
+use crate::pg::statement::SessionState;
+use crate::pg::stream::StreamControl;
 use crate::threads::{contained, spawn};
 
 /// A connection that was idle for longer is closed instead of lent.
@@ -51,8 +51,8 @@ struct Slots;
 struct Slot(Option<Box<Opened>>);
 
 struct Opened {
-    wire: Wire,
-    memo: Memo,
+    connection: OpenedConnection,
+    state: SessionState,
     /// When it was put back.
     since: Instant,
     /// [`Shared::purges`] when it was opened.
@@ -116,7 +116,7 @@ impl OwnPool {
     ) -> Result<Box<dyn Lent>> {
         let pool = Self::new(connector, 1, limit, Arc::default());
         let mut lent =
-            OwnLent { opened: None, memo: Memo::default(), slot: None, pool: pool.0, fresh: false };
+            OwnLent { opened: None, state: SessionState::default(), slot: None, pool: pool.0, fresh: false };
         lent.open(limit, cancel)?;
         Ok(Box::new(lent))
     }
@@ -171,7 +171,7 @@ impl Pool for OwnPool {
     }
 
     fn take_timed(&self) -> Option<Box<dyn Lent>> {
-        let timed = |slot: &Slot| slot.0.as_ref().is_some_and(|opened| opened.memo.timer.is_some());
+        let timed = |slot: &Slot| slot.0.as_ref().is_some_and(|opened| opened.state.timer.is_some());
         let pool = self.0.built().clone()?;
         let (mut others, mut found) = (Vec::new(), None);
         while let Some(slot) = pool.try_get() {
@@ -272,7 +272,7 @@ fn pool_thread() -> Result<ScheduledThreadPool> {
 struct OwnLent {
     // Dropped before the slot, so that there are never more sessions than slots.
     opened: Option<Box<Opened>>,
-    memo: Memo,
+    state: SessionState,
     slot: Option<PooledConnection<Slots>>,
     pool: Arc<Inner>,
     fresh: bool,
@@ -281,13 +281,13 @@ struct OwnLent {
 impl OwnLent {
     fn of(mut slot: PooledConnection<Slots>, pool: &Arc<Inner>) -> Self {
         let mut opened = slot.0.take();
-        let memo = opened.as_mut().map(|opened| std::mem::take(&mut opened.memo)).unwrap_or_default();
-        Self { opened, memo, slot: Some(slot), pool: Arc::clone(pool), fresh: false }
+        let state = opened.as_mut().map(|opened| std::mem::take(&mut opened.state)).unwrap_or_default();
+        Self { opened, state, slot: Some(slot), pool: Arc::clone(pool), fresh: false }
     }
 
     /// How long it may lie idle: not until the server is about to end it.
     fn limit(&self) -> Duration {
-        match &self.memo.timer {
+        match &self.state.timer {
             Some(timer) if timer.limit_ms > 0 => MAX_IDLE.min(Duration::from_millis(timer.limit_ms / 2)),
             _ => MAX_IDLE,
         }
@@ -295,7 +295,9 @@ impl OwnLent {
 
     fn is_usable(&self, purges: u64) -> bool {
         self.opened.as_ref().is_some_and(|opened| {
-            opened.purges == purges && opened.since.elapsed() <= self.limit() && !opened.wire.is_closed()
+            opened.purges == purges
+                && opened.since.elapsed() <= self.limit()
+                && !opened.connection.is_closed()
         })
     }
 }
@@ -306,23 +308,28 @@ impl Lent for OwnLent {
         if self.is_usable(purges) {
             return Ok(());
         }
-        (self.opened, self.memo) = (None, Memo::default());
-        let wire = self.pool.connector.open(limit, cancel)?;
-        self.opened = Some(Box::new(Opened { wire, memo: Memo::default(), since: Instant::now(), purges }));
+        (self.opened, self.state) = (None, SessionState::default());
+        let connection = self.pool.connector.open(limit, cancel)?;
+        self.opened = Some(Box::new(Opened {
+            connection,
+            state: SessionState::default(),
+            since: Instant::now(),
+            purges,
+        }));
         self.fresh = true;
         Ok(())
     }
 
     fn client(&mut self) -> Option<&mut Client> {
-        self.opened.as_mut()?.wire.client()
+        self.opened.as_mut()?.connection.client()
     }
 
-    fn memo(&mut self) -> &mut Memo {
-        &mut self.memo
+    fn state(&mut self) -> &mut SessionState {
+        &mut self.state
     }
 
-    fn link(&mut self) -> Option<&Link> {
-        Some(&self.opened.as_ref()?.wire.link)
+    fn control(&mut self) -> Option<&StreamControl> {
+        Some(&self.opened.as_ref()?.connection.control)
     }
 
     fn is_fresh(&self) -> bool {
@@ -338,18 +345,18 @@ impl Lent for OwnLent {
     }
 
     fn canceller(&self) -> Canceller {
-        let link = self.opened.as_ref().map(|opened| opened.wire.link.clone());
-        Canceller(Some((self.pool.connector.clone(), link)))
+        let control = self.opened.as_ref().map(|opened| opened.connection.control.clone());
+        Canceller(Some((self.pool.connector.clone(), control)))
     }
 
     fn keep(mut self: Box<Self>) {
         let (Some(mut opened), Some(mut slot)) = (self.opened.take(), self.slot.take()) else { return };
-        opened.wire.link.unlimited();
-        if opened.wire.is_closed() || self.pool.closed.load(Ordering::SeqCst) {
+        opened.connection.control.unlimited();
+        if opened.connection.is_closed() || self.pool.closed.load(Ordering::SeqCst) {
             drop(opened);
             return;
         }
-        (opened.since, opened.memo) = (Instant::now(), std::mem::take(&mut self.memo));
+        (opened.since, opened.state) = (Instant::now(), std::mem::take(&mut self.state));
         slot.0 = Some(opened);
         // If the pool is closed just now, this is the last that r2d2's pool is held by.
         drop(slot);
@@ -360,7 +367,7 @@ impl Drop for OwnLent {
     fn drop(&mut self) {
         if self.pool.process != std::process::id() {
             if let Some(opened) = self.opened.take() {
-                opened.wire.abandon();
+                opened.connection.abandon();
             }
             std::mem::forget(self.slot.take());
         }

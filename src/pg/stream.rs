@@ -2,10 +2,10 @@
 //!
 //! The driver has no timeout for a query, and PostgreSQL's own limits end neither a silent network
 //! nor a `COMMIT` that waits for a standby. So every TCP connection of ours, encrypted or not, runs
-//! through a [`GuardedStream`] whose reads and writes fail with `TimedOut` once its [`Link`]'s
-//! deadline has passed, or at once when another thread kills the link.
+//! through a [`DeadlineStream`] whose reads and writes fail with `TimedOut` once its [`StreamControl`]'s
+//! deadline has passed, or at once when another thread kills the control.
 //!
-//! 1. A killed link stays dead: no byte is read or written through it any more, and dropping the
+//! 1. A killed control stays dead: no byte is read or written through it any more, and dropping the
 //!    driver's client returns without waiting.
 //! 2. An answer that has already arrived is still read after the deadline; only waiting ends.
 //! 3. Between calls no deadline is set: an idle connection does not expire.
@@ -31,7 +31,7 @@ use tokio_postgres::tls::{ChannelBinding, MakeTlsConnect, TlsConnect, TlsStream}
 
 /// The handle by which a connection's socket is timed out or cut. Cheap to clone.
 #[derive(Clone)]
-pub(crate) struct Link(Arc<State>);
+pub(crate) struct StreamControl(Arc<State>);
 
 struct State {
     start: Instant,
@@ -44,7 +44,7 @@ struct State {
     waiting: Mutex<Option<Waker>>,
 }
 
-impl Link {
+impl StreamControl {
     pub(crate) fn new() -> Self {
         Self(Arc::new(State {
             start: Instant::now(),
@@ -103,31 +103,31 @@ impl Link {
     }
 }
 
-/// A timer at a link's deadline. It is armed lazily: calls follow each other with later and later
+/// A timer at a control's deadline. It is armed lazily: calls follow each other with later and later
 /// deadlines, so an early timer is left to fire and is then set anew, instead of on every call.
 struct Alarm {
-    link: Link,
+    control: StreamControl,
     sleep: Option<Pin<Box<Sleep>>>,
 }
 
 impl Alarm {
-    fn new(link: Link) -> Self {
-        Self { link, sleep: None }
+    fn new(control: StreamControl) -> Self {
+        Self { control, sleep: None }
     }
 
     fn check(&self) -> io::Result<()> {
-        if self.link.is_dead() { Err(timed_out("the connection was cut")) } else { Ok(()) }
+        if self.control.is_dead() { Err(timed_out("the connection was cut")) } else { Ok(()) }
     }
 
-    /// Called when the socket has to wait: ready with the error once the link is dead or its time
+    /// Called when the socket has to wait: ready with the error once the control is dead or its time
     /// is over; otherwise sees to it that this task is woken then.
     fn poll_over(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
-        *self.link.0.waiting.lock().unwrap_or_else(PoisonError::into_inner) = Some(cx.waker().clone());
+        *self.control.0.waiting.lock().unwrap_or_else(PoisonError::into_inner) = Some(cx.waker().clone());
         // Checked after the waker is in place: a kill in between is seen here or wakes us.
         if let Err(error) = self.check() {
             return Poll::Ready(error);
         }
-        let Some(deadline) = self.link.deadline() else { return Poll::Pending };
+        let Some(deadline) = self.control.deadline() else { return Poll::Pending };
         if Instant::now() >= deadline {
             return Poll::Ready(timed_out("the time for this call is over"));
         }
@@ -150,8 +150,8 @@ fn timed_out(what: &'static str) -> io::Error {
     io::Error::new(io::ErrorKind::TimedOut, what)
 }
 
-/// A socket, encrypted or not, behind a link.
-pub(crate) struct GuardedStream<T> {
+/// A socket, encrypted or not, behind a control.
+pub(crate) struct DeadlineStream<T> {
     alarm: Alarm,
     inner: MaybeTls<T>,
 }
@@ -161,12 +161,12 @@ enum MaybeTls<T> {
     Tls(T),
 }
 
-impl<T: TlsStream + Unpin> GuardedStream<T> {
-    fn new(link: Link, inner: MaybeTls<T>) -> Self {
-        Self { alarm: Alarm::new(link), inner }
+impl<T: TlsStream + Unpin> DeadlineStream<T> {
+    fn new(control: StreamControl, inner: MaybeTls<T>) -> Self {
+        Self { alarm: Alarm::new(control), inner }
     }
 
-    /// Runs one poll of the stream below under the link's deadline.
+    /// Runs one poll of the stream below under the control's deadline.
     fn guarded<R>(
         &mut self,
         cx: &mut Context<'_>,
@@ -187,7 +187,7 @@ impl<T: TlsStream + Unpin> GuardedStream<T> {
 trait AsyncStream: AsyncRead + AsyncWrite + Unpin {}
 impl<S: AsyncRead + AsyncWrite + Unpin> AsyncStream for S {}
 
-impl<T: TlsStream + Unpin> AsyncRead for GuardedStream<T> {
+impl<T: TlsStream + Unpin> AsyncRead for DeadlineStream<T> {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         self.get_mut().guarded(cx, |below, cx| below.poll_read(cx, buf))
     }
@@ -197,7 +197,7 @@ impl<T: TlsStream + Unpin> AsyncRead for GuardedStream<T> {
     clippy::redundant_closure_for_method_calls,
     reason = "a method path is not general enough in its lifetime"
 )]
-impl<T: TlsStream + Unpin> AsyncWrite for GuardedStream<T> {
+impl<T: TlsStream + Unpin> AsyncWrite for DeadlineStream<T> {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
         self.get_mut().guarded(cx, |below, cx| below.poll_write(cx, buf))
     }
@@ -211,7 +211,7 @@ impl<T: TlsStream + Unpin> AsyncWrite for GuardedStream<T> {
     }
 }
 
-impl<T: TlsStream + Unpin> TlsStream for GuardedStream<T> {
+impl<T: TlsStream + Unpin> TlsStream for DeadlineStream<T> {
     fn channel_binding(&self) -> ChannelBinding {
         match &self.inner {
             MaybeTls::Plain(_) => ChannelBinding::none(),
@@ -230,18 +230,18 @@ pub(crate) enum Encryption {
     Direct,
 }
 
-/// Puts a link under the driver: to the driver it is a TLS connector that never refuses, so that it
+/// Puts a control under the driver: to the driver it is a TLS connector that never refuses, so that it
 /// is handed every TCP socket; the caller's own connector runs inside.
 #[derive(Clone)]
-pub(crate) struct GuardedTls<T> {
+pub(crate) struct DeadlineTls<T> {
     tls: T,
     encryption: Encryption,
-    link: Link,
+    control: StreamControl,
 }
 
-impl<T: 'static> GuardedTls<T> {
-    pub(crate) fn new(tls: T, encryption: Encryption, link: Link) -> Self {
-        Self { tls, encryption, link }
+impl<T: 'static> DeadlineTls<T> {
+    pub(crate) fn new(tls: T, encryption: Encryption, control: StreamControl) -> Self {
+        Self { tls, encryption, control }
     }
 
     /// Whether the caller's connector is the driver's "no TLS".
@@ -252,55 +252,55 @@ impl<T: 'static> GuardedTls<T> {
 
 type BoxError = Box<dyn Error + Send + Sync>;
 
-impl<T> MakeTlsConnect<Socket> for GuardedTls<T>
+impl<T> MakeTlsConnect<Socket> for DeadlineTls<T>
 where
     T: MakeTlsConnect<Socket>,
     T::TlsConnect: Send + 'static,
     T::Stream: Send + 'static,
     <T::TlsConnect as TlsConnect<Socket>>::Future: Send,
 {
-    type Stream = GuardedStream<T::Stream>;
-    type TlsConnect = GuardedConnect<T::TlsConnect>;
+    type Stream = DeadlineStream<T::Stream>;
+    type TlsConnect = DeadlineConnect<T::TlsConnect>;
     type Error = BoxError;
 
     fn make_tls_connect(&mut self, domain: &str) -> Result<Self::TlsConnect, BoxError> {
-        self.link.0.guards.store(true, Ordering::SeqCst);
+        self.control.0.guards.store(true, Ordering::SeqCst);
         let tls = match self.encryption {
             Encryption::Never => None,
             _ => Some(self.tls.make_tls_connect(domain).map_err(Into::into)?),
         };
-        Ok(GuardedConnect { tls, encryption: self.encryption, link: self.link.clone() })
+        Ok(DeadlineConnect { tls, encryption: self.encryption, control: self.control.clone() })
     }
 }
 
-/// One connection attempt of a [`GuardedTls`].
-pub(crate) struct GuardedConnect<C> {
+/// One connection attempt of a [`DeadlineTls`].
+pub(crate) struct DeadlineConnect<C> {
     tls: Option<C>,
     encryption: Encryption,
-    link: Link,
+    control: StreamControl,
 }
 
-impl<C> TlsConnect<Socket> for GuardedConnect<C>
+impl<C> TlsConnect<Socket> for DeadlineConnect<C>
 where
     C: TlsConnect<Socket> + Send + 'static,
     C::Stream: Send + 'static,
     C::Future: Send,
 {
-    type Stream = GuardedStream<C::Stream>;
+    type Stream = DeadlineStream<C::Stream>;
     type Error = BoxError;
     type Future = Pin<Box<dyn Future<Output = Result<Self::Stream, BoxError>> + Send>>;
 
     fn connect(self, mut socket: Socket) -> Self::Future {
         Box::pin(async move {
-            let mut alarm = Alarm::new(self.link.clone());
+            let mut alarm = Alarm::new(self.control.clone());
             let Some(tls) = self.tls else {
-                return Ok(GuardedStream::new(self.link, MaybeTls::Plain(socket)));
+                return Ok(DeadlineStream::new(self.control, MaybeTls::Plain(socket)));
             };
             if self.encryption != Encryption::Direct && !offers_tls(&mut socket, &mut alarm).await? {
                 if self.encryption == Encryption::Required {
                     return Err("the server does not offer TLS, but sslmode=require asks for it".into());
                 }
-                return Ok(GuardedStream::new(self.link, MaybeTls::Plain(socket)));
+                return Ok(DeadlineStream::new(self.control, MaybeTls::Plain(socket)));
             }
             let mut handshake = Box::pin(tls.connect(socket));
             let stream = poll_fn(|cx| match handshake.as_mut().poll(cx) {
@@ -308,7 +308,7 @@ where
                 Poll::Pending => Poll::Ready(Err(ready!(alarm.poll_over(cx)).into())),
             })
             .await?;
-            Ok(GuardedStream::new(self.link, MaybeTls::Tls(stream)))
+            Ok(DeadlineStream::new(self.control, MaybeTls::Tls(stream)))
         })
     }
 }

@@ -264,7 +264,7 @@ impl<'a> Message<'a> {
 
 /// What is known of a connection: which statements it has prepared, and how its session began.
 #[derive(Default)]
-pub(crate) struct Memo {
+pub(crate) struct SessionState {
     prepared: HashSet<String>,
     /// The sets of statements of which it has all, see [`set_of`].
     sets: HashSet<u64>,
@@ -276,7 +276,7 @@ pub(crate) struct Memo {
     pub(crate) vanished: u8,
     /// The session began with the settings that transactions need, and this limit in milliseconds
     /// for its waits and statements: nothing has to be set that is already so.
-    pub(crate) settled_ms: Option<u64>,
+    pub(crate) preset_limit_ms: Option<u64>,
     /// A timer that a session lock has set for the session, and that still runs.
     pub(crate) timer: Option<SessionTimer>,
 }
@@ -336,7 +336,7 @@ pub(crate) fn stated(limit_ms: u64) -> String {
 
 /// The settings that a session of ours begins with, as the `options` of its startup message. They
 /// are the session's defaults: nothing that runs in it, and no `DISCARD ALL`, takes them away.
-pub(crate) fn settled_options(limit_ms: u64) -> String {
+pub(crate) fn startup_options(limit_ms: u64) -> String {
     let (statement_ms, idle_ms) = (limit_ms + LOCKS_FIRST, limit_ms + IDLE_MS);
     let stated = STATED.iter().fold(String::new(), |all, (name, value)| format!("{all}-c {name}={value} "));
     format!(
@@ -353,7 +353,7 @@ fn set_of(statements: &[&Statement]) -> u64 {
     statements.iter().fold(0, |all, statement| all.rotate_left(7) ^ statement.digest)
 }
 
-impl Memo {
+impl SessionState {
     /// The statements that this connection has yet to prepare.
     pub(crate) fn missing<'s>(&self, statements: &[&'s Statement]) -> Vec<&'s Statement> {
         if self.plain || self.sets.contains(&set_of(statements)) {
@@ -406,7 +406,7 @@ impl Memo {
         self.plain |= self.vanished >= 2;
         if self.plain {
             // This is not one session, or not one that stays as it was: nothing is known of its settings.
-            self.settled_ms = None;
+            self.preset_limit_ms = None;
         }
     }
 }
@@ -445,25 +445,25 @@ mod tests {
     fn a_set_that_shares_a_statement_with_another_is_not_complete_with_that() {
         let statement = |text: &str| Statement::new("x", &[], text.into());
         let (a, b, both) = (statement("SELECT 1"), statement("SELECT 2"), statement("SELECT 3"));
-        let mut memo = Memo::default();
-        memo.remember(&[&a, &both]);
-        let missing: Vec<_> = memo.missing(&[&b, &both]).iter().map(|s| s.text().to_owned()).collect();
+        let mut state = SessionState::default();
+        state.remember(&[&a, &both]);
+        let missing: Vec<_> = state.missing(&[&b, &both]).iter().map(|s| s.text().to_owned()).collect();
         assert_eq!(missing, ["SELECT 2"]);
-        memo.remember(&[&b, &both]);
-        assert!(memo.missing(&[&a, &both]).is_empty() && memo.missing(&[&b, &both]).is_empty());
+        state.remember(&[&b, &both]);
+        assert!(state.missing(&[&a, &both]).is_empty() && state.missing(&[&b, &both]).is_empty());
     }
 
     #[test]
     fn vanished_statements_are_prepared_once_more_and_then_written_out() {
         let statement = Statement::new("x", &[], "SELECT 1".into());
-        let mut memo = Memo::default();
-        memo.remember(&[&statement]);
-        assert!(memo.missing(&[&statement]).is_empty());
-        memo.settled_ms = Some(5_000);
-        memo.forget();
-        assert_eq!(memo.missing(&[&statement]).len(), 1);
-        assert!(!memo.plain && memo.settled_ms.is_some());
-        memo.forget();
-        assert!(memo.plain && memo.settled_ms.is_none());
+        let mut state = SessionState::default();
+        state.remember(&[&statement]);
+        assert!(state.missing(&[&statement]).is_empty());
+        state.preset_limit_ms = Some(5_000);
+        state.forget();
+        assert_eq!(state.missing(&[&statement]).len(), 1);
+        assert!(!state.plain && state.preset_limit_ms.is_some());
+        state.forget();
+        assert!(state.plain && state.preset_limit_ms.is_none());
     }
 }

@@ -13,21 +13,20 @@ use std::time::{Duration, Instant};
 use crate::backend::{LockInfo, LockInfoRaw};
 use crate::cancel::CancelToken;
 use crate::error::{LockError, Result};
+use crate::leases::acquire::unraised;
+use crate::leases::backend::PostgresBackend;
+use crate::leases::notify::notify_waiters;
+use crate::leases::refusals::{cannot_notify, is_all_or_nothing, is_swallowed, swallowed};
+use crate::leases::setup::ResolvedTables;
+use crate::leases::sql::{CLOCK, live};
 use crate::model::fence::{FENCE_MAX, Fence};
 use crate::model::hash::hash_key;
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
-use crate::postgres::acquire::unraised;
-use crate::postgres::error::{Trouble, is_all_or_nothing, is_swallowed, is_uncallable, swallowed};
-use crate::postgres::listen::call_waiters;
-use crate::postgres::row::{Row, int, malformed, required, text};
-use crate::postgres::session::Session;
-use crate::postgres::sql::{CLOCK, PLAIN_NAMES, live};
-use crate::postgres::statement::{Arg, Message, Statement};
-use crate::postgres::{Fault, Located, PostgresBackend};
-
-/// How long a lease must be over before clean-up may delete its row, in milliseconds after its
-/// expiry: the tolerance, and as much again, so that no extend can still be on its way.
-pub const CLEANUP_GUARD_MS: i64 = 2000;
+use crate::pg::Failure;
+use crate::pg::answers::{Row, int, malformed, required, text};
+use crate::pg::names::PLAIN_NAMES;
+use crate::pg::session::Session;
+use crate::pg::statement::{Arg, Message, Statement};
 
 /// The operator's view of the lock tables. From [`PgLockClient::operator`](crate::PgLockClient::operator).
 ///
@@ -186,7 +185,7 @@ impl Operator {
                AND ((w.classid::int8 << 32) | w.objid::int8) = k.number"
                 .into(),
         );
-        let rows = self.run_by(self.backend.end(), |session, _| {
+        let rows = self.run_by(self.backend.database.end(), |session, _| {
             let message =
                 Message::new().raw(session.limits_plain()).plain(&statement, &[Arg::Text(&storage_key)])?;
             Ok(session.ask(&message)?.into_last_rows())
@@ -230,25 +229,25 @@ impl Operator {
     pub fn break_lock(&self, key: &str, who: &str) -> Result<BrokenLock> {
         let key = Key::new(key)?;
         let (storage_key, fence_key) = key.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?;
-        let broken = self.backend.run(self.backend.end(), &CancelToken::never(), |session, at| {
-            let mut attempt = |calls| {
+        let broken = self.backend.run(self.backend.database.end(), &CancelToken::never(), |session, at| {
+            let mut attempt = |notifies| {
                 let message = Message::new()
                     .raw(session.prelude())
                     .raw(PLAIN_NAMES)
                     .call(&at.statements.queue, &[Arg::Text(&storage_key)])
                     .plain(
-                        &take_away(at, calls),
+                        &take_away(at, notifies),
                         &[Arg::Text(&storage_key), Arg::Text(&fence_key), Arg::Text(key.as_str())],
                     )?;
                 session.commit(&message)
             };
-            let answers = match attempt(at.calls) {
-                Err(trouble) if at.calls && is_uncallable(&trouble) => attempt(false),
+            let answers = match attempt(at.notifies) {
+                Err(failure) if at.notifies && cannot_notify(&failure) => attempt(false),
                 answers => answers,
             };
             let answers = match answers {
-                Err(trouble) if is_swallowed(&trouble) => return Err(swallowed().into()),
-                Err(trouble) if is_all_or_nothing(&trouble) => {
+                Err(failure) if is_swallowed(&failure) => return Err(swallowed().into()),
+                Err(failure) if is_all_or_nothing(&failure) => {
                     return Err(unraised(session, at, &fence_key));
                 }
                 answers => answers?,
@@ -260,12 +259,11 @@ impl Operator {
             Ok(BrokenLock { was: was.map(|lease| lease.sanitized()), fence: required(fence)? })
         });
         let hash = hash_key(key.as_str());
-        let broken = broken.map_err(|fault| match fault {
-            Fault::Error(error) => error.with_key(key.as_str()),
-            doubt @ Fault::Doubt(_) => {
+        let broken = broken.map_err(|failure| {
+            if failure.is_in_doubt() {
                 log::warn!("the lock of key #{hash} was perhaps broken by {who:?}: the answer was lost");
-                doubt.into_error().with_key(key.as_str())
             }
+            LockError::from(failure).with_key(key.as_str())
         })?;
         let fence = broken.fence;
         log::warn!("the lock of key #{hash} was broken by {who:?}, its fence is now {fence}");
@@ -286,7 +284,7 @@ impl Operator {
     ///
     /// None.
     pub fn cleanup_expired(&self, limit: u32) -> Result<u64> {
-        self.backend.cleanup_expired(limit, self.backend.end())
+        self.backend.cleanup_expired(limit, self.backend.database.end())
     }
 
     /// Counters that nothing has raised for at least `idle_for`, at most `limit` of them. A report
@@ -309,7 +307,7 @@ impl Operator {
     /// None.
     pub fn idle_counters(&self, idle_for: Duration, limit: u32) -> Result<Vec<IdleCounter>> {
         let seconds = idle_for.as_secs().min(3_000_000_000);
-        let end = self.backend.end();
+        let end = self.backend.database.end();
         let tracked =
             self.ask_by(end, |_| "SELECT pg_catalog.current_setting('track_commit_timestamp')".to_owned())?;
         if text(required(tracked.first())?, 0)? != Some("on") {
@@ -339,11 +337,11 @@ impl Operator {
             .collect()
     }
 
-    fn ask(&self, sql: impl Fn(&Located) -> String) -> Result<Vec<Row>> {
-        self.ask_by(self.backend.end(), sql)
+    fn ask(&self, sql: impl Fn(&ResolvedTables) -> String) -> Result<Vec<Row>> {
+        self.ask_by(self.backend.database.end(), sql)
     }
 
-    fn ask_by(&self, end: Instant, sql: impl Fn(&Located) -> String) -> Result<Vec<Row>> {
+    fn ask_by(&self, end: Instant, sql: impl Fn(&ResolvedTables) -> String) -> Result<Vec<Row>> {
         self.run_by(end, |session, at| {
             let message =
                 Message::new().raw(session.limits_plain()).raw("SET LOCAL enable_seqscan TO on").raw(sql(at));
@@ -354,52 +352,17 @@ impl Operator {
     fn run_by<R>(
         &self,
         end: Instant,
-        operation: impl FnMut(&mut Session<'_>, &Located) -> Result<R, Trouble>,
+        operation: impl FnMut(&mut Session<'_>, &ResolvedTables) -> Result<R, Failure>,
     ) -> Result<R> {
-        self.backend.run(end, &CancelToken::never(), operation).map_err(Fault::into_error)
+        self.backend.run(end, &CancelToken::never(), operation).map_err(LockError::from)
     }
 }
 
-impl PostgresBackend {
-    /// Deletes rows of leases that are long over. See [`Operator::cleanup_expired`].
-    pub(crate) fn cleanup_expired(&self, limit: u32, end: Instant) -> Result<u64> {
-        let deleted = self.run(end, &CancelToken::never(), |session, at| {
-            let locks = &at.tables.locks;
-            // The clock is read before the rows are found: an older now deletes less, never more.
-            let sql = format!(
-                "WITH old AS MATERIALIZED (\
-                   SELECT l.key, l.lock_id FROM {locks} AS l \
-                   WHERE l.expires_at_ms < (SELECT {CLOCK}) - {CLEANUP_GUARD_MS} \
-                   ORDER BY l.expires_at_ms LIMIT {limit} FOR UPDATE SKIP LOCKED), \
-                 gone AS (\
-                   DELETE FROM {locks} AS l USING old WHERE l.key = old.key AND l.lock_id = old.lock_id RETURNING 1) \
-                 SELECT (SELECT count(*) FROM gone), (SELECT count(*) FROM old)"
-            );
-            let message = Message::new()
-                .raw(session.prelude())
-                .raw(PLAIN_NAMES)
-                .raw("SET LOCAL synchronous_commit TO off")
-                .raw(sql);
-            let answers = session.commit(&message)?;
-            let row = required(answers.row(0)?)?;
-            let (deleted, found) = (required(int(row, 0)?)?, required(int(row, 1)?)?);
-            if deleted < found { Err(swallowed().into()) } else { Ok(deleted) }
-        });
-        let deleted = deleted.map_err(Fault::into_error)?;
-        u64::try_from(deleted).map_err(|_| malformed())
-    }
-
-    /// Whether clean-up may delete a row with this expiry.
-    pub(crate) fn is_long_over(expires_at_ms: i64, now_ms: i64) -> bool {
-        expires_at_ms < now_ms.saturating_sub(CLEANUP_GUARD_MS)
-    }
-}
-
-/// `(storage key, fence key, user key)`: deletes the row, calls its waiters, and raises the counter, or
+/// `(storage key, fence key, user key)`: deletes the row, notifies its waiters, and raises the counter, or
 /// fails as a whole: if that is not raised (22012, division by zero), or if a row that stands is not
 /// deleted (22P02).
-fn take_away(at: &Located, calls: bool) -> Statement {
-    let called = if calls { call_waiters("l.key") } else { "NULL".to_owned() };
+fn take_away(at: &ResolvedTables, notifies: bool) -> Statement {
+    let notification = if notifies { notify_waiters("l.key") } else { "NULL".to_owned() };
     let (locks, fences) = (&at.tables.locks, &at.tables.fences);
     let (column, value) = at.tables.key_debug("$3");
     Statement::new(
@@ -409,7 +372,7 @@ fn take_away(at: &Located, calls: bool) -> Statement {
             "WITH stood AS MATERIALIZED (SELECT l.key FROM {locks} AS l WHERE l.key = $1 FOR UPDATE), \
              gone AS (\
                DELETE FROM {locks} AS l USING stood WHERE l.key = stood.key \
-               RETURNING l.user_key, l.lock_id, l.expires_at_ms, l.acquired_at_ms, l.fence, {called}), \
+               RETURNING l.user_key, l.lock_id, l.expires_at_ms, l.acquired_at_ms, l.fence, {notification}), \
              raised AS (\
                INSERT INTO {fences} AS c (fence_key, fence{column}) VALUES ($2, 1{value}) \
                ON CONFLICT (fence_key) DO UPDATE SET fence = c.fence + 1 \

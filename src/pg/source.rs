@@ -11,12 +11,12 @@ use r2d2::ManageConnection;
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::model::time::deadline_after;
-use crate::postgres::callers::CallersPool;
-use crate::postgres::connect::{Connector, guard_runtime, rest};
-use crate::postgres::link::Link;
-use crate::postgres::pool::{self, Canceller, Lent, Pool};
-use crate::postgres::slots::{OwnPool, Shared};
-use crate::postgres::statement::Memo;
+use crate::pg::callers::CallersPool;
+use crate::pg::connect::{Connector, guard_runtime, rest};
+use crate::pg::pool::{self, Canceller, Lent, Pool};
+use crate::pg::slots::{OwnPool, Shared};
+use crate::pg::statement::SessionState;
+use crate::pg::stream::StreamControl;
 
 /// How long a caller's pool may take to spare a second connection.
 const SPARE: Duration = Duration::from_secs(1);
@@ -221,13 +221,13 @@ impl Connection {
         self.0.is_own()
     }
 
-    pub(crate) fn memo(&mut self) -> &mut Memo {
-        self.0.memo()
+    pub(crate) fn state(&mut self) -> &mut SessionState {
+        self.0.state()
     }
 
     /// The handle of its socket; a caller's connections have none.
-    pub(crate) fn link(&mut self) -> Option<&Link> {
-        self.0.link()
+    pub(crate) fn control(&mut self) -> Option<&StreamControl> {
+        self.0.control()
     }
 
     pub(crate) fn cancel_token(&mut self) -> Option<postgres::CancelToken> {
@@ -250,15 +250,15 @@ impl Connection {
 
     /// Whether our own deadline ends every wait on it: a TCP connection of ours.
     pub(crate) fn is_guarded(&mut self) -> bool {
-        self.link().is_some_and(Link::guards)
+        self.control().is_some_and(StreamControl::guards)
     }
 
     /// Whether the session is still open, as far as the socket tells without asking the server: what
     /// it has sent by itself is read, for about a millisecond. It sends nothing.
     pub(crate) fn is_open(&mut self) -> bool {
-        if let Some(link) = self.link() {
+        if let Some(control) = self.control() {
             // The deadline of the last call is over long since, and this is not a call.
-            link.unlimited();
+            control.unlimited();
         }
         let Ok(client) = self.client() else { return false };
         let heard = guard_runtime(|| client.notifications().timeout_iter(LISTEN).next());

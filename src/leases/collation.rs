@@ -7,11 +7,11 @@
 //! of earlier versions may not: they are looked at by set-up and before a client's first use.
 
 use crate::error::{LockError, Result};
-use crate::postgres::error::Trouble;
-use crate::postgres::row::{Row, flag, int, required, text};
-use crate::postgres::session::Session;
-use crate::postgres::sql::EQ;
-use crate::postgres::statement::{Message, push_quoted};
+use crate::pg::Failure;
+use crate::pg::answers::{Row, flag, int, required, text};
+use crate::pg::names::EQ;
+use crate::pg::session::Session;
+use crate::pg::statement::{Message, push_quoted};
 
 /// How many entries of an index are compared with their neighbours.
 const SAMPLE: u32 = 10_000;
@@ -29,7 +29,7 @@ pub(super) fn is_asked_for() -> String {
 }
 
 /// Refuses tables whose indexes on keys may be out of order.
-pub(super) fn check(session: &mut Session<'_>, locks: &str, fences: &str) -> Result<(), Trouble> {
+pub(super) fn check(session: &mut Session<'_>, locks: &str, fences: &str) -> Result<(), Failure> {
     let answers = session.ask(&Message::new().raw(session.limits_plain()).raw(indexes(locks, fences)?))?;
     let indexes = answers.into_last_rows().iter().map(Index::read).collect::<Result<Vec<_>>>()?;
     if indexes.is_empty() {

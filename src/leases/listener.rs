@@ -1,5 +1,5 @@
-//! The connection that listens for calls, and the SQL of a call. Why it is as it is: see
-//! [`wake`](crate::postgres::wake).
+//! The connection that listens for releases. Why it is as it is: see
+//! [`wake`](crate::leases::wake_ups).
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -9,73 +9,43 @@ use postgres::fallible_iterator::FallibleIterator as _;
 
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
+use crate::leases::notify::{CHANNEL, CLASS, notify_waiters};
 use crate::model::lock_id::LockId;
 use crate::model::time::deadline_after;
-use crate::postgres::connect::Connector;
-use crate::postgres::error::Trouble;
-use crate::postgres::processes::{Asked, ROUNDS};
-use crate::postgres::row::{Answers, flag, int, malformed, required};
-use crate::postgres::session::Session;
-use crate::postgres::source::Connection;
-use crate::postgres::statement::{Message, push_quoted};
+use crate::pg::Connection;
+use crate::pg::Failure;
+use crate::pg::answers::{Answers, flag, int, malformed, required};
+use crate::pg::connect::Connector;
+use crate::pg::same_session::{Asked, ROUNDS};
+use crate::pg::session::Session;
+use crate::pg::statement::{Message, push_quoted};
 
-/// The channel of the notifications.
-const CHANNEL: &str = "syncguard_wake";
-
-/// The class of the advisory locks, "sgwk".
-const CLASS: i32 = 0x7367_776B;
-
-/// How long the proof that calls arrive may take.
+/// How long the proof that notifications arrive may take.
 const PROOF: Duration = Duration::from_secs(2);
 
 /// How long one look for the proof takes.
 const SLICE: Duration = Duration::from_millis(50);
 
-/// The SQL that calls the waiters of the key in this column, if there are any. It is part of every
-/// release, where each function costs a look-up although it is hardly ever called: so the number is
-/// sent in hexadecimal, by one function instead of two.
-pub(crate) fn call_waiters(key: &str) -> String {
-    let number = format!("pg_catalog.hashtext({key})");
-    format!(
-        "CASE WHEN NOT pg_catalog.pg_try_advisory_xact_lock({CLASS}, {number}) \
-         THEN pg_catalog.pg_notify('{CHANNEL}', pg_catalog.to_hex({number})) END"
-    )
-}
-
-/// Whether the current role may call waiters here, for a survey: NULL where the functions are missing.
-pub(crate) const MAY_CALL: &str = "pg_catalog.has_function_privilege(pg_catalog.to_regprocedure(\
-        'pg_catalog.pg_try_advisory_xact_lock(pg_catalog.int4,pg_catalog.int4)')::pg_catalog.oid, 'EXECUTE') \
-     AND pg_catalog.has_function_privilege(pg_catalog.to_regprocedure(\
-        'pg_catalog.pg_notify(pg_catalog.text,pg_catalog.text)')::pg_catalog.oid, 'EXECUTE')";
-
 /// How a listener connects, how long one exchange may take, and what ends it.
-pub(crate) struct Line {
+pub(crate) struct ListenTarget {
     pub(crate) connector: Connector,
     pub(crate) limit: Duration,
     /// Fires when the client ends.
     pub(crate) over: CancelToken,
 }
 
-/// Why the thread does not listen any more.
-pub(crate) enum Fault {
-    /// It may work another time.
-    Now(LockError),
-    /// It cannot work with this server.
-    Elsewhere(LockError),
-}
-
 /// The connection that listens, and what is known of it.
 pub(crate) struct Listener<'a> {
-    line: &'a Line,
+    target: &'a ListenTarget,
     connection: Option<Connection>,
     process: i64,
 }
 
 impl<'a> Listener<'a> {
-    /// Connects, and proves that calls arrive.
-    pub(crate) fn open(line: &'a Line) -> Result<Self, Fault> {
-        let mut listener = Self { line, connection: Some(connect(line)?), process: 0 };
-        let mut second = Self { line, connection: Some(connect(line)?), process: 0 };
+    /// Connects, and proves that notifications arrive.
+    pub(crate) fn open(target: &'a ListenTarget) -> Result<Self> {
+        let mut listener = Self { target, connection: Some(connect(target)?), process: 0 };
+        let mut second = Self { target, connection: Some(connect(target)?), process: 0 };
         listener.process = listener.ask_process()?;
         second.process = second.ask_process()?;
         let mut apart = listener.process != second.process;
@@ -93,10 +63,10 @@ impl<'a> Listener<'a> {
         };
         let mut key = String::new();
         push_quoted(&proof, &mut key)?;
-        second.ask(&format!("SELECT {}", call_waiters(&key)))?;
+        second.ask(&format!("SELECT {}", notify_waiters(&key)))?;
         let end = deadline_after(PROOF);
         while !listener.listen(SLICE)?.contains(&number) {
-            line.over.check()?;
+            target.over.check()?;
             if Instant::now() >= end {
                 return Err(deaf());
             }
@@ -106,19 +76,19 @@ impl<'a> Listener<'a> {
         Ok(listener)
     }
 
-    /// The numbers that were called within so much time, from the first call on at once.
-    pub(crate) fn listen(&mut self, limit: Duration) -> Result<HashSet<i32>, Fault> {
+    /// The numbers that were notified within so much time, from the first one on at once.
+    pub(crate) fn listen(&mut self, limit: Duration) -> Result<HashSet<i32>> {
         let connection = self.connection.as_mut().ok_or_else(gone)?;
-        let link = connection.link().cloned();
-        let cut = link.clone();
-        let _watch = self.line.over.subscribe(move || {
-            if let Some(link) = cut {
-                link.kill();
+        let control = connection.control().cloned();
+        let cut = control.clone();
+        let _watch = self.target.over.subscribe(move || {
+            if let Some(control) = cut {
+                control.kill();
             }
         });
-        if let Some(link) = link {
+        if let Some(control) = control {
             // The deadline of the last call is over long since, and this is not a call.
-            link.unlimited();
+            control.unlimited();
         }
         let client = connection.client()?;
         let mut numbers = HashSet::new();
@@ -131,13 +101,13 @@ impl<'a> Listener<'a> {
             }
         }
         if client.is_closed() {
-            return Err(gone().into());
+            return Err(gone());
         }
         Ok(numbers)
     }
 
     /// The keys' numbers, for those that were registered.
-    pub(crate) fn register(&mut self, keys: &[Arc<str>]) -> Result<Vec<Option<i32>>, Fault> {
+    pub(crate) fn register(&mut self, keys: &[Arc<str>]) -> Result<Vec<Option<i32>>> {
         let mut list = String::new();
         for key in keys {
             list.push_str(if list.is_empty() { "" } else { "," });
@@ -155,10 +125,10 @@ impl<'a> Listener<'a> {
             Ok(flag(row, 1)?.unwrap_or_default().then_some(number))
         };
         let numbers = rows.iter().map(number).collect::<Result<Vec<_>>>()?;
-        if numbers.len() == keys.len() { Ok(numbers) } else { Err(malformed().into()) }
+        if numbers.len() == keys.len() { Ok(numbers) } else { Err(malformed()) }
     }
 
-    pub(crate) fn unregister(&mut self, numbers: &[i32]) -> Result<(), Fault> {
+    pub(crate) fn unregister(&mut self, numbers: &[i32]) -> Result<()> {
         let list: Vec<String> = numbers.iter().map(ToString::to_string).collect();
         let list = list.join(",");
         self.ask(&format!(
@@ -169,24 +139,24 @@ impl<'a> Listener<'a> {
     }
 
     /// One exchange, which must be with the server process that it has always been.
-    fn ask(&mut self, sql: &str) -> Result<Answers, Fault> {
+    fn ask(&mut self, sql: &str) -> Result<Answers> {
         let answers = self.exchange(sql)?;
         if process(&answers)? == self.process { Ok(answers) } else { Err(shared_sessions()) }
     }
 
-    fn ask_process(&mut self) -> Result<i64, Fault> {
-        Ok(process(&self.exchange("")?)?)
+    fn ask_process(&mut self) -> Result<i64> {
+        process(&self.exchange("")?)
     }
 
-    fn exchange(&mut self, sql: &str) -> Result<Answers, Fault> {
+    fn exchange(&mut self, sql: &str) -> Result<Answers> {
         let connection = self.connection.take().ok_or_else(gone)?;
-        let mut session = Session::new(connection, deadline_after(self.line.limit), &self.line.over);
+        let mut session = Session::new(connection, deadline_after(self.target.limit), &self.target.over);
         let message = Message::new().raw(session.limits()).raw(sql).raw("SELECT pg_catalog.pg_backend_pid()");
         let answers = session.ask(&message);
         if answers.is_ok() {
-            self.connection = session.into_connection();
+            self.connection = session.take_connection();
         }
-        answers.map_err(Trouble::into_error).map_err(Fault::from)
+        answers.map_err(Failure::into_error)
     }
 
     /// Closes a connection that is in order.
@@ -208,29 +178,28 @@ fn process(answers: &Answers) -> Result<i64> {
 }
 
 /// A connection beside those of the pools.
-fn connect(line: &Line) -> Result<Connection, Fault> {
-    Ok(Connection::alone(line.connector.clone(), line.limit, &line.over)?)
+fn connect(target: &ListenTarget) -> Result<Connection> {
+    Connection::alone(target.connector.clone(), target.limit, &target.over)
 }
 
 fn gone() -> LockError {
     LockError::new(ErrorCode::ServiceUnavailable).with_message("the connection that listens is closed")
 }
 
-fn shared_sessions() -> Fault {
-    Fault::Elsewhere(LockError::invalid("a pooler in transaction or statement mode stands before the server"))
+fn shared_sessions() -> LockError {
+    LockError::invalid("a pooler in transaction or statement mode stands before the server")
 }
 
-fn deaf() -> Fault {
-    Fault::Elsewhere(LockError::invalid("a call from one session does not arrive in another"))
+fn deaf() -> LockError {
+    LockError::invalid("a notification from one session does not arrive in another")
 }
 
-impl From<LockError> for Fault {
-    fn from(error: LockError) -> Self {
-        match error.sqlstate() {
-            // A standby, a server that knows none of this, a role that may not.
-            Some("25006" | "0A000" | "42501" | "42883" | "42601") => Self::Elsewhere(error),
-            _ => Self::Now(error),
-        }
+/// Whether listening cannot work with this server: a pooler, a standby, a server that knows none of
+/// this, a role that may not.
+pub(crate) fn cannot_work_here(error: &LockError) -> bool {
+    match error.sqlstate() {
+        Some(state) => matches!(state, "25006" | "0A000" | "42501" | "42883" | "42601"),
+        None => error.code() == ErrorCode::InvalidArgument,
     }
 }
 

@@ -20,51 +20,7 @@ use std::io;
 use postgres::error::Severity;
 
 use crate::error::{ErrorCode, LockError};
-
-/// What went wrong on a connection, and what that says about connection and change.
-#[derive(Debug)]
-pub(crate) enum Trouble {
-    /// Certainly nothing was changed, and the connection is in order.
-    Refused(LockError),
-    /// The server no longer knows what this connection had prepared; nothing was changed.
-    Unprepared,
-    /// The connection is gone or must not be used again.
-    Broken {
-        error: LockError,
-        /// The lost answer was that of a message that commits.
-        in_doubt: bool,
-        /// The failure says nothing about the server: an old connection may simply be stale.
-        stale: bool,
-    },
-}
-
-impl Trouble {
-    /// The error, where nothing more can be done about it.
-    pub(crate) fn into_error(self) -> LockError {
-        match self {
-            Self::Refused(error) | Self::Broken { error, .. } => error,
-            Self::Unprepared => LockError::new(ErrorCode::Internal)
-                .with_message("the server keeps forgetting prepared statements"),
-        }
-    }
-}
-
-impl Trouble {
-    /// Whether other idle connections cannot be trusted either, if this happened on one that was opened
-    /// for the call (`fresh`) or not: the server was restarted, a firewall forgot them, or they lead to
-    /// a standby.
-    pub(crate) fn is_of_all(&self, fresh: bool) -> bool {
-        let Self::Broken { error, stale, .. } = self else { return false };
-        error.sqlstate() == Some(READ_ONLY)
-            || (!fresh && (*stale || error.code() == ErrorCode::NetworkTimeout))
-    }
-}
-
-impl From<LockError> for Trouble {
-    fn from(error: LockError) -> Self {
-        Self::Refused(error)
-    }
-}
+use crate::pg::failure::Failure;
 
 /// The SQLSTATE with which a standby refuses a change.
 pub(crate) const READ_ONLY: &str = "25006";
@@ -87,15 +43,15 @@ pub(crate) fn code_for(sqlstate: &str) -> ErrorCode {
 }
 
 /// An error that the driver returned for a message to an open connection.
-pub(crate) fn call_error(error: postgres::Error, commits: bool) -> Trouble {
+pub(crate) fn call_error(error: postgres::Error, commits: bool) -> Failure {
     let Some(db) = error.as_db_error() else {
         let (code, message) = transport(&error);
         let stale = code != ErrorCode::NetworkTimeout;
-        return Trouble::Broken {
-            error: LockError::new(code).with_message(message).with_source(error),
-            in_doubt: commits,
+        return Failure::broken(
+            LockError::new(code).with_message(message).with_source(error),
+            commits,
             stale,
-        };
+        );
     };
     // A session that ends says so with FATAL; whether a commit came first is not known.
     let ended = matches!(db.parsed_severity(), Some(Severity::Fatal | Severity::Panic));
@@ -103,8 +59,13 @@ pub(crate) fn call_error(error: postgres::Error, commits: bool) -> Trouble {
     let unsure = ended || sqlstate == "40003";
     // 25P03 ends a session whose transaction lay idle: the message that meets it was not carried out.
     let in_doubt = commits && sqlstate != "25P03";
+    let unprepared = is_unprepared(&error);
     let error = server_error(&sqlstate, error);
-    if unsure { Trouble::Broken { error, in_doubt, stale: ended } } else { Trouble::Refused(error) }
+    match (unsure, unprepared) {
+        (true, _) => Failure::broken(error, in_doubt, ended),
+        (false, true) => Failure::unprepared(error),
+        (false, false) => error.into(),
+    }
 }
 
 /// The SQLSTATE, with one correction: a standby refuses `READ WRITE` as "feature not supported".
@@ -124,36 +85,9 @@ pub(crate) fn without_right(error: LockError, message: &'static str) -> LockErro
     if error.sqlstate() == Some("42501") { error.with_message(message) } else { error }
 }
 
-/// Whether the message failed itself (22012) rather than change one thing without the other.
-pub(crate) fn is_all_or_nothing(trouble: &Trouble) -> bool {
-    matches!(trouble, Trouble::Refused(error) if error.sqlstate() == Some("22012"))
-}
-
-/// A row that was there to be changed, and that the server has not changed all the same. Never an
-/// answer: the lease is neither gone nor given.
-pub(crate) fn swallowed() -> LockError {
-    LockError::new(ErrorCode::Internal).with_message(
-        "the row was there and the server did not change it: something on the lock tables swallows changes, such as a trigger that returns NULL or OLD, a soft delete, suppress_redundant_updates_trigger, or a rule; remove it from them",
-    )
-}
-
-/// Whether a message failed itself (22P02) because a change was [swallowed].
-pub(crate) fn is_swallowed(trouble: &Trouble) -> bool {
-    matches!(trouble, Trouble::Refused(error) if error.sqlstate() == Some("22P02"))
-}
-
-/// Whether a message may have failed only because it calls waiters: the server's queue of
-/// notifications is full (54000), so is its table of locks (53200), or the role may call nobody.
-pub(crate) fn is_uncallable(trouble: &Trouble) -> bool {
-    let Trouble::Refused(error) = trouble else { return false };
-    error.sqlstate().is_some_and(|state| {
-        state.starts_with("53") || state.starts_with("54") || matches!(state, "42501" | "42883")
-    })
-}
-
 /// Whether the server no longer has a statement that was prepared, or has it for a table that has
 /// changed since.
-pub(crate) fn is_unprepared(error: &postgres::Error) -> bool {
+fn is_unprepared(error: &postgres::Error) -> bool {
     error.as_db_error().is_some_and(|db| match db.code().code() {
         "26000" => true,
         "0A000" => db.routine() == Some("RevalidateCachedQuery"),
@@ -175,6 +109,12 @@ pub(crate) fn connect_error(error: postgres::Error) -> LockError {
     }
     let (code, message) = transport(&error);
     LockError::new(code).with_message(message).with_source(error)
+}
+
+/// Our own time is over before anything was sent.
+pub(crate) fn out_of_time() -> LockError {
+    LockError::new(ErrorCode::NetworkTimeout)
+        .with_message("the time for this operation was over before it could be sent: raise operation_timeout or the wait's own timeout")
 }
 
 /// Why none of several candidates could be connected to.

@@ -4,7 +4,7 @@
 //! `LISTEN` once, and holds a **shared** advisory lock on the key's number, in a class of its own,
 //! which says no more than "somebody listens for this key". A release tries the same lock
 //! **exclusively**, in the statement that deletes the row: if it gets it, nobody listens and nothing
-//! is sent (a notification has all such commits of the server wait in line, so it is not to be had for
+//! is sent (a notification has all such commits of the server wait in target, so it is not to be had for
 //! nothing); if not, it notifies
 //! (<https://www.postgresql.org/docs/current/sql-notify.html>).
 //!
@@ -32,12 +32,13 @@ use std::time::{Duration, Instant};
 
 use crate::backend::{Heard, OnHeard, Watch};
 use crate::cancel::CancelToken;
+use crate::error::Result;
+use crate::leases::listener::{ListenTarget, Listener, cannot_work_here};
 use crate::model::time::deadline_after;
-use crate::postgres::connect::Connector;
-use crate::postgres::listen::{Fault, Line, Listener};
+use crate::pg::connect::Connector;
 use crate::threads::spawn;
 
-/// The most keys that one client listens for: each takes a place in the server's table of locks.
+/// The most keys that one client listens for: each takes a interest in the server's table of locks.
 const MAX_KEYS: usize = 256;
 
 /// How long a key stays registered after its last watcher has gone: the next is often there already.
@@ -63,17 +64,17 @@ const RETRY_ELSEWHERE: Duration = Duration::from_secs(600);
 const CLOSING: Duration = Duration::from_secs(1);
 
 /// The watches of one client. Dropping it ends them.
-pub(crate) struct Wakes(Arc<Shared>);
+pub(crate) struct WakeUps(Arc<Shared>);
 
 struct Shared {
-    line: Line,
+    target: ListenTarget,
     process: u32,
-    desk: Mutex<Desk>,
-    ring: Condvar,
+    state: Mutex<State>,
+    changed: Condvar,
 }
 
 #[derive(Default)]
-struct Desk {
+struct State {
     keys: HashMap<Arc<str>, Entry>,
     next: u64,
     watchers: usize,
@@ -91,8 +92,8 @@ struct Entry {
     idle_since: Option<Instant>,
 }
 
-/// One watcher's place.
-struct Place {
+/// One watcher's interest.
+struct Interest {
     shared: Arc<Shared>,
     key: Arc<str>,
     id: u64,
@@ -104,13 +105,13 @@ struct Work {
     unregister: Vec<i32>,
 }
 
-impl Wakes {
+impl WakeUps {
     pub(crate) fn new(connector: Connector, operation_timeout: Duration) -> Self {
         Self(Arc::new(Shared {
-            line: Line { connector, limit: operation_timeout, over: CancelToken::new() },
+            target: ListenTarget { connector, limit: operation_timeout, over: CancelToken::new() },
             process: std::process::id(),
-            desk: Mutex::default(),
-            ring: Condvar::new(),
+            state: Mutex::default(),
+            changed: Condvar::new(),
         }))
     }
 
@@ -118,153 +119,154 @@ impl Wakes {
     pub(crate) fn watch(&self, storage_key: &str, heard: &OnHeard) -> Option<Box<dyn Watch>> {
         let shared = &self.0;
         // After a fork the thread is the parent's.
-        if shared.process != std::process::id() || shared.line.over.is_cancelled() {
+        if shared.process != std::process::id() || shared.target.over.is_cancelled() {
             return None;
         }
         let key: Arc<str> = storage_key.into();
-        let mut desk = shared.desk();
-        let resting = desk.retry_at.is_some_and(|at| Instant::now() < at);
-        let full = desk.keys.len() >= MAX_KEYS && !desk.keys.contains_key(&key);
-        if full || (resting && !desk.running) {
+        let mut state = shared.state();
+        let resting = state.retry_at.is_some_and(|at| Instant::now() < at);
+        let full = state.keys.len() >= MAX_KEYS && !state.keys.contains_key(&key);
+        if full || (resting && !state.running) {
             return None;
         }
-        let id = desk.next;
-        desk.next += 1;
-        desk.watchers += 1;
-        desk.idle_since = None;
-        let entry = desk.keys.entry(Arc::clone(&key)).or_default();
+        let id = state.next;
+        state.next += 1;
+        state.watchers += 1;
+        state.idle_since = None;
+        let entry = state.keys.entry(Arc::clone(&key)).or_default();
         entry.watchers.push((id, Arc::clone(heard)));
         entry.idle_since = None;
         let listening = entry.number.is_some();
-        let start = !std::mem::replace(&mut desk.running, true);
-        drop(desk);
-        let place = Place { shared: Arc::clone(shared), key, id };
+        let start = !std::mem::replace(&mut state.running, true);
+        drop(state);
+        let interest = Interest { shared: Arc::clone(shared), key, id };
         if start {
             let there = Arc::clone(shared);
             if spawn("syncguard-wake", move || run(&there)).is_err() {
-                shared.desk().running = false;
+                shared.state().running = false;
                 return None;
             }
         }
         if listening {
             heard(Heard::Listening);
         }
-        Some(Box::new(place))
+        Some(Box::new(interest))
     }
 
     /// Ends the thread and its connection, and waits until that is done, but not for long.
     pub(crate) fn close(&self) {
         self.end();
         let end = deadline_after(CLOSING);
-        let mut desk = self.0.desk();
-        while desk.running {
+        let mut state = self.0.state();
+        while state.running {
             let left = end.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 log::debug!("the thread that listens for releases is still busy");
                 return;
             }
-            desk = self.0.ring.wait_timeout(desk, left).unwrap_or_else(PoisonError::into_inner).0;
+            state = self.0.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
     fn end(&self) {
         if self.0.process == std::process::id() {
-            self.0.line.over.cancel();
+            self.0.target.over.cancel();
             // Taken and let go: the thread is either before its check or in its wait.
-            drop(self.0.desk());
-            self.0.ring.notify_all();
+            drop(self.0.state());
+            self.0.changed.notify_all();
         }
     }
 }
 
-impl Drop for Wakes {
+impl Drop for WakeUps {
     fn drop(&mut self) {
         self.end();
     }
 }
 
-impl Watch for Place {
+impl Watch for Interest {
     fn is_listening(&self) -> bool {
-        self.shared.desk().keys.get(&self.key).is_some_and(|entry| entry.number.is_some())
+        self.shared.state().keys.get(&self.key).is_some_and(|entry| entry.number.is_some())
     }
 }
 
-impl Drop for Place {
+impl Drop for Interest {
     /// Only the thread unregisters, a moment later.
     fn drop(&mut self) {
-        let mut desk = self.shared.desk();
+        let mut state = self.shared.state();
         let now = Instant::now();
-        if let Some(entry) = desk.keys.get_mut(&self.key) {
+        if let Some(entry) = state.keys.get_mut(&self.key) {
             entry.watchers.retain(|(id, _)| *id != self.id);
             if entry.watchers.is_empty() {
                 entry.idle_since = Some(now);
             }
         }
-        desk.watchers -= 1;
-        if desk.watchers > 0 {
+        state.watchers -= 1;
+        if state.watchers > 0 {
             return;
         }
-        desk.idle_since = Some(now);
-        if !desk.running {
-            desk.keys.clear();
+        state.idle_since = Some(now);
+        if !state.running {
+            state.keys.clear();
         }
-        drop(desk);
+        drop(state);
         // A thread that waits for the next attempt has nothing to wait for.
-        self.shared.ring.notify_all();
+        self.shared.changed.notify_all();
     }
 }
 
 impl Shared {
-    fn desk(&self) -> MutexGuard<'_, Desk> {
-        self.desk.lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits until there is a reason to connect. False if the thread is not needed any more.
     fn wait_until_wanted(&self) -> bool {
-        let mut desk = self.desk();
+        let mut state = self.state();
         loop {
-            desk.keys.retain(|_, entry| !entry.watchers.is_empty());
-            if desk.watchers == 0 || self.line.over.is_cancelled() {
-                desk.running = false;
-                drop(desk);
-                self.ring.notify_all();
+            state.keys.retain(|_, entry| !entry.watchers.is_empty());
+            if state.watchers == 0 || self.target.over.is_cancelled() {
+                state.running = false;
+                drop(state);
+                self.changed.notify_all();
                 return false;
             }
             let rest =
-                desk.retry_at.map_or(Duration::ZERO, |at| at.saturating_duration_since(Instant::now()));
+                state.retry_at.map_or(Duration::ZERO, |at| at.saturating_duration_since(Instant::now()));
             if rest.is_zero() {
                 return true;
             }
-            desk = self.ring.wait_timeout(desk, rest.min(IDLE)).unwrap_or_else(PoisonError::into_inner).0;
+            state =
+                self.changed.wait_timeout(state, rest.min(IDLE)).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
     /// Notes that nothing is registered any more, and when the next attempt may be made.
     fn rest(&self, wait: Option<Duration>) {
-        let mut desk = self.desk();
-        desk.retry_at = wait.map(deadline_after);
-        for entry in desk.keys.values_mut() {
+        let mut state = self.state();
+        state.retry_at = wait.map(deadline_after);
+        for entry in state.keys.values_mut() {
             entry.number = None;
         }
     }
 
     /// What is to be registered and what not any more; `None` when the connection is not needed any more.
     fn work(&self) -> Option<Work> {
-        let mut desk = self.desk();
+        let mut state = self.state();
         let now = Instant::now();
-        let idle = desk.idle_since.is_some_and(|since| now.saturating_duration_since(since) >= IDLE);
-        if idle || self.line.over.is_cancelled() {
+        let idle = state.idle_since.is_some_and(|since| now.saturating_duration_since(since) >= IDLE);
+        if idle || self.target.over.is_cancelled() {
             return None;
         }
         let mut unregister = Vec::new();
-        desk.keys.retain(|_, entry| {
+        state.keys.retain(|_, entry| {
             let gone = entry.idle_since.is_some_and(|since| now.saturating_duration_since(since) >= LINGER);
             if gone {
                 unregister.extend(entry.number);
             }
             !gone
         });
-        let unregistered = desk.keys.iter().filter(|(_, entry)| entry.number.is_none());
+        let unregistered = state.keys.iter().filter(|(_, entry)| entry.number.is_none());
         Some(Work { register: unregistered.map(|(key, _)| Arc::clone(key)).collect(), unregister })
     }
 
@@ -272,10 +274,10 @@ impl Shared {
     fn registered(&self, keys: &[Arc<str>], numbers: &[Option<i32>]) -> bool {
         let mut calls = Vec::new();
         {
-            let mut desk = self.desk();
+            let mut state = self.state();
             for (key, number) in keys.iter().zip(numbers) {
                 // Only the thread takes entries out: what was granted is still in it.
-                if let (Some(entry), Some(_)) = (desk.keys.get_mut(key), number) {
+                if let (Some(entry), Some(_)) = (state.keys.get_mut(key), number) {
                     entry.number = *number;
                     calls.extend(entry.watchers.iter().map(|(_, heard)| Arc::clone(heard)));
                 }
@@ -288,9 +290,9 @@ impl Shared {
     /// Calls the watchers of every key with one of these numbers.
     fn freed(&self, numbers: &HashSet<i32>) {
         let calls: Vec<OnHeard> = {
-            let desk = self.desk();
+            let state = self.state();
             let heard = |entry: &&Entry| entry.number.is_some_and(|number| numbers.contains(&number));
-            let all = desk.keys.values().filter(heard).flat_map(|entry| &entry.watchers);
+            let all = state.keys.values().filter(heard).flat_map(|entry| &entry.watchers);
             all.map(|(_, heard)| Arc::clone(heard)).collect()
         };
         calls.iter().for_each(|heard| heard(Heard::Freed));
@@ -304,8 +306,8 @@ impl Drop for Ended<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
             self.0.rest(Some(RETRY.1));
-            self.0.desk().running = false;
-            self.0.ring.notify_all();
+            self.0.state().running = false;
+            self.0.changed.notify_all();
         }
     }
 }
@@ -314,17 +316,17 @@ fn run(shared: &Shared) {
     let _ended = Ended(shared);
     let mut wait = RETRY.0;
     while shared.wait_until_wanted() {
-        let outcome = Listener::open(&shared.line).and_then(|listener| {
+        let outcome = Listener::open(&shared.target).and_then(|listener| {
             wait = RETRY.0;
             serve(shared, listener)
         });
         let rest = match outcome {
             Ok(()) => None,
-            Err(Fault::Elsewhere(error)) => {
+            Err(error) if cannot_work_here(&error) => {
                 log::debug!("releases in other processes are not heard here: {}", error.chain());
                 Some(RETRY_ELSEWHERE)
             }
-            Err(Fault::Now(error)) => {
+            Err(error) => {
                 log::debug!("releases in other processes are not heard for now: {}", error.chain());
                 let longer = (wait * 2).min(RETRY.1);
                 Some(std::mem::replace(&mut wait, longer))
@@ -335,7 +337,7 @@ fn run(shared: &Shared) {
 }
 
 /// Registers, listens and calls, until nobody needs it any more.
-fn serve(shared: &Shared, mut listener: Listener<'_>) -> Result<(), Fault> {
+fn serve(shared: &Shared, mut listener: Listener<'_>) -> Result<()> {
     let mut short = SHORT_SLICE;
     while let Some(work) = shared.work() {
         let mut slice = SLICE;

@@ -4,14 +4,16 @@ use std::time::Instant;
 
 use crate::backend::{Holder, LockInfoRaw, Lookup};
 use crate::cancel::CancelToken;
-use crate::error::Result;
+use crate::error::{LockError, Result};
+use crate::leases::backend::PostgresBackend;
+use crate::leases::cleanup;
+use crate::leases::setup::ResolvedTables;
 use crate::model::fence::Fence;
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::model::lock_id::LockId;
 use crate::model::time::{TIME_TOLERANCE_MS, is_live};
-use crate::postgres::row::{Row, int, malformed, required, text};
-use crate::postgres::statement::{Arg, Statement};
-use crate::postgres::{Located, PostgresBackend};
+use crate::pg::answers::{Row, int, malformed, required, text};
+use crate::pg::statement::{Arg, Statement};
 
 /// Asks for no more than the right to read a key and its expiry.
 pub(crate) fn is_locked(
@@ -50,7 +52,7 @@ fn look(
     key: &Key,
     end: Instant,
     cancel: &CancelToken,
-    statement: impl Fn(&Located) -> &Statement,
+    statement: impl Fn(&ResolvedTables) -> &Statement,
     read: impl Fn(&Row) -> Result<(Option<i64>, Option<i64>, Option<Fence>)>,
 ) -> Result<Option<Holder>> {
     let (storage_key, _) = key.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?;
@@ -60,13 +62,13 @@ fn look(
         let Some(row) = answers.row(0)? else { return Ok(None) };
         let (expires_at_ms, now_ms, fence) = read(row)?;
         let (expires_at_ms, now_ms) = (required(expires_at_ms)?, required(now_ms)?);
-        if PostgresBackend::is_long_over(expires_at_ms, now_ms) {
+        if cleanup::is_long_over(expires_at_ms, now_ms) {
             backend.cleanup_soon();
         }
         Ok(is_live(expires_at_ms, now_ms, TIME_TOLERANCE_MS)
             .then(|| Holder::until(fence, expires_at_ms, now_ms)))
     });
-    found.map_err(|fault| fault.into_error().with_key(key.as_str()))
+    found.map_err(|failure| LockError::from(failure).with_key(key.as_str()))
 }
 
 pub(crate) fn lookup(
@@ -84,7 +86,7 @@ pub(crate) fn lookup(
                 session.check_cancel()?;
                 Ok(answers.row(0)?.map(|row| live_row(row, None)).transpose()?.flatten())
             });
-            found.map_err(|fault| fault.into_error().with_key(key.as_str()))
+            found.map_err(|failure| LockError::from(failure).with_key(key.as_str()))
         }
         Lookup::LockId(id) => {
             let id = LockId::parse(id)?;
@@ -93,7 +95,7 @@ pub(crate) fn lookup(
                 session.check_cancel()?;
                 Ok(answers.row(0)?.map(|row| live_row(row, Some(id.as_str()))).transpose()?.flatten())
             });
-            found.map_err(|fault| fault.into_error().with_lock_id(id.as_str()))
+            found.map_err(|failure| LockError::from(failure).with_lock_id(id.as_str()))
         }
     }
 }

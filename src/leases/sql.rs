@@ -1,8 +1,6 @@
 //! Every SQL text of the lease protocol.
 //!
-//! Names are always quoted and qualified, and so are functions, types and operators, so that
-//! nobody's schema can slip one of its own in, whatever the `search_path`
-//! (<https://www.postgresql.org/docs/current/typeconv-func.html>).
+//! TableNames are always quoted and qualified, and so are functions, types and operators ([`names`](crate::pg::names)).
 //!
 //! Why the statements look as they do:
 //!
@@ -20,32 +18,17 @@
 //! 5. What happens nearly always has a statement of its own that does nothing else: [`acquire_absent`]
 //!    where no row stands for the key, [`release_live`] where the lease is live. Both change nothing in
 //!    every other case, and the careful statement decides then.
-//! 6. A release calls waiters in other processes, if there are any, in the statement that deletes the
-//!    row; the careful release does not, and so decides also where calling fails.
+//! 6. A release notifies waiters in other processes, if there are any, in the statement that deletes the
+//!    row; the careful release does not, and so decides also where notifying fails.
 
 use crate::error::Result;
+use crate::leases::held::{VERSION, extend, new_end, notification, release, release_live, renew};
+use crate::leases::schema::Tables;
 use crate::model::fence::{FENCE_MAX, Fence};
 use crate::model::lock_id::LockId;
 use crate::model::time::TIME_TOLERANCE_MS;
-use crate::postgres::held::{VERSION, called, extend, new_end, release, release_live, renew};
-use crate::postgres::schema::Tables;
-use crate::postgres::statement::{Statement, push_quoted};
-
-/// Operators by their full names.
-pub(crate) const EQ: &str = "OPERATOR(pg_catalog.=)";
-const NE: &str = "OPERATOR(pg_catalog.<>)";
-const GT: &str = "OPERATOR(pg_catalog.>)";
-pub(super) const GE: &str = "OPERATOR(pg_catalog.>=)";
-const LT: &str = "OPERATOR(pg_catalog.<)";
-pub(super) const PLUS: &str = "OPERATOR(pg_catalog.+)";
-pub(super) const MINUS: &str = "OPERATOR(pg_catalog.-)";
-pub(super) const COUNT: &str = "pg_catalog.count(*)";
-
-/// Types by their full names.
-const TEXT: &str = "pg_catalog.text";
-const INT: &str = "pg_catalog.int8";
-const TEXTS: &str = "pg_catalog.text[]";
-const INTS: &str = "pg_catalog.int8[]";
+use crate::pg::names::{COUNT, EQ, GE, GT, INT, INTS, LT, MINUS, NE, PLUS, TEXT, TEXTS};
+use crate::pg::statement::{Statement, push_quoted};
 
 /// Server time in Unix milliseconds, rounded down.
 pub(crate) const CLOCK: &str = "pg_catalog.floor(EXTRACT(EPOCH FROM pg_catalog.clock_timestamp()) \
@@ -60,10 +43,6 @@ pub(super) const DURABLE: &str = "CASE WHEN pg_catalog.current_setting('synchron
 
 /// Lets the commit of this transaction return before it is on disk.
 pub(super) const RELAXED: &str = "pg_catalog.set_config('synchronous_commit', 'off', true)";
-
-/// Names from `pg_catalog` before all others in this transaction (a temporary type would come first
-/// otherwise), for statements that are written with plain operators.
-pub(crate) const PLAIN_NAMES: &str = "SET LOCAL search_path TO pg_catalog, pg_temp";
 
 /// The liveness rule of [`is_live`](crate::is_live) in SQL, from the same constant.
 pub(crate) fn live(expires_at_ms: &str, now_ms: &str) -> String {
@@ -119,9 +98,9 @@ pub(crate) struct Statements {
 }
 
 impl Statements {
-    /// `calls`: whether a release calls waiters.
-    pub(crate) fn new(tables: &Tables, calls: bool) -> Self {
-        let called = called(calls);
+    /// `notifies`: whether a release notifies waiters.
+    pub(crate) fn new(tables: &Tables, notifies: bool) -> Self {
+        let notification = notification(notifies);
         let locks = &tables.locks;
         let row = format!(
             "SELECT l.user_key, l.lock_id, l.expires_at_ms, l.acquired_at_ms, l.fence, {CLOCK} FROM {locks} AS l"
@@ -180,7 +159,7 @@ impl Statements {
                 "delete",
                 &[TEXT, TEXT],
                 format!(
-                    "DELETE FROM {locks} AS l WHERE l.key {EQ} $1 AND l.lock_id {EQ} $2 RETURNING l.lock_id{called}"
+                    "DELETE FROM {locks} AS l WHERE l.key {EQ} $1 AND l.lock_id {EQ} $2 RETURNING l.lock_id{notification}"
                 ),
             ),
             update: Statement::new(
@@ -193,7 +172,7 @@ impl Statements {
                 ),
             ),
             release: Statement::new("release", &[TEXT], release(tables)),
-            release_live: Statement::new("release_live", &[TEXT], release_live(tables, &called)),
+            release_live: Statement::new("release_live", &[TEXT], release_live(tables, &notification)),
             extend: Statement::new("extend", &[TEXT, INT, TEXT, TEXT], extend(tables)),
             renew: Statement::new("renew", &[TEXTS, TEXTS, INTS, TEXTS, TEXTS], renew(tables)),
             look: Statement::new(

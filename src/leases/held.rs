@@ -1,9 +1,10 @@
 //! The SQL of what is done to a lease that stands: release, extend, renew.
 
+use crate::leases::notify::notify_waiters;
+use crate::leases::schema::Tables;
+use crate::leases::sql::{CLOCK, DURABLE, RELAXED, live};
 use crate::model::time::TIME_TOLERANCE_MS;
-use crate::postgres::listen::call_waiters;
-use crate::postgres::schema::Tables;
-use crate::postgres::sql::{CLOCK, COUNT, DURABLE, EQ, GE, MINUS, PLUS, RELAXED, live};
+use crate::pg::names::{COUNT, EQ, GE, MINUS, PLUS};
 
 /// A lease's row, locked, and the clock after that.
 fn locked_row(tables: &Tables) -> String {
@@ -33,17 +34,17 @@ pub(super) fn release(tables: &Tables) -> String {
 /// [`release`]. The row is judged when it is found, and once more when it is deleted: a wait for
 /// somebody's lock lies between the two, and if the lease was over by then, the message fails
 /// (22012) and changes nothing.
-pub(super) fn release_live(tables: &Tables, called: &str) -> String {
+pub(super) fn release_live(tables: &Tables, notification: &str) -> String {
     let (locks, alive) = (&tables.locks, live("l.expires_at_ms", CLOCK));
     format!(
         "DELETE FROM {locks} AS l WHERE l.lock_id {EQ} $1 AND {alive} \
-         RETURNING 1 OPERATOR(pg_catalog./) (CASE WHEN {alive} THEN 1 ELSE 0 END), {RELAXED}{called}"
+         RETURNING 1 OPERATOR(pg_catalog./) (CASE WHEN {alive} THEN 1 ELSE 0 END), {RELAXED}{notification}"
     )
 }
 
-/// The call of the deleted row's waiters as one more column, or nothing.
-pub(super) fn called(calls: bool) -> String {
-    if calls { format!(", {}", call_waiters("l.key")) } else { String::new() }
+/// The notification of the deleted row's waiters as one more column, or nothing.
+pub(super) fn notification(notifies: bool) -> String {
+    if notifies { format!(", {}", notify_waiters("l.key")) } else { String::new() }
 }
 
 /// The row's version: the transaction that wrote it. Row locks, freezing and rewriting leave it as it is

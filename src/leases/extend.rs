@@ -17,16 +17,18 @@ use std::time::{Duration, Instant};
 use crate::backend::{ExtendOutcome, LostReason, Reason, RenewOutcome, Renewal, Version};
 use crate::cancel::CancelToken;
 use crate::error::{LockError, Result};
+use crate::leases::backend::PostgresBackend;
+use crate::leases::refusals::swallowed;
+use crate::leases::release::StoredLease;
+use crate::leases::setup::ResolvedTables;
 use crate::model::fence::Fence;
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::model::lock_id::{LockId, validate_lock_id};
 use crate::model::time::Ttl;
-use crate::postgres::error::{Trouble, swallowed};
-use crate::postgres::release::Found;
-use crate::postgres::row::{Answers, int, malformed, required, text, version};
-use crate::postgres::session::Session;
-use crate::postgres::statement::{Arg, Message};
-use crate::postgres::{Fault, Located, PostgresBackend};
+use crate::pg::Failure;
+use crate::pg::answers::{Answers, int, malformed, required, text, version};
+use crate::pg::session::Session;
+use crate::pg::statement::{Arg, Message};
 
 /// How often a shortening that was outvoted is asked for again: once, unless something else writes the
 /// row in the same moment.
@@ -134,23 +136,22 @@ impl Change<'_> {
                 open = self.fence.is_none()
                     && match &moved {
                         Ok(moved) => !moved.is_certain(sent.elapsed()),
-                        Err(trouble) => matches!(trouble, Trouble::Broken { in_doubt: true, .. }),
+                        Err(failure) => failure.is_in_doubt(),
                     };
                 if !open || moved.is_err() {
                     return moved;
                 }
             }
             // What fails now is in doubt: something was carried out before.
-            self.send(session, at, replaced, true).map_err(|trouble| match trouble {
-                Trouble::Broken { error, stale, .. } => Trouble::Broken { error, in_doubt: true, stale },
-                Trouble::Refused(error) => Trouble::Broken { error, in_doubt: true, stale: false },
-                Trouble::Unprepared => Trouble::Unprepared,
-            })
+            self.send(session, at, replaced, true)
+                .map_err(|failure| if failure.is_unprepared() { failure } else { failure.or_in_doubt(true) })
         });
         match outcome {
             Ok((moved, _)) => Ok(moved),
-            Err(Fault::Error(error)) => Err(error),
-            Err(Fault::Doubt(error)) => Err(error.with_unknown_outcome(self.ttl.get())),
+            Err(failure) if failure.is_in_doubt() => {
+                Err(failure.into_error().with_unknown_outcome(self.ttl.get()))
+            }
+            Err(failure) => Err(failure.into_error()),
         }
         .map_err(|error| error.with_lock_id(self.lock_id.as_str()))
     }
@@ -158,10 +159,10 @@ impl Change<'_> {
     fn send(
         &self,
         session: &mut Session<'_>,
-        at: &Located,
+        at: &ResolvedTables,
         replaced: Option<Version>,
         queued: bool,
-    ) -> Result<Moved, Trouble> {
+    ) -> Result<Moved, Failure> {
         let replaced = replaced.map_or_else(String::new, |version| version.get().to_string());
         if self.cancel.is_never() {
             self.one_message(session, at, &replaced, queued)
@@ -173,10 +174,10 @@ impl Change<'_> {
     fn one_message(
         &self,
         session: &mut Session<'_>,
-        at: &Located,
+        at: &ResolvedTables,
         replaced: &str,
         queued: bool,
-    ) -> Result<Moved, Trouble> {
+    ) -> Result<Moved, Failure> {
         let id = Arg::Text(self.lock_id.as_str());
         let fence = self.fence.map_or_else(String::new, |fence| fence.to_string());
         let args = [id, Arg::Int(self.ttl.millis()), Arg::Text(&fence), Arg::Text(replaced)];
@@ -209,19 +210,19 @@ impl Change<'_> {
     fn two_messages(
         &self,
         session: &mut Session<'_>,
-        at: &Located,
+        at: &ResolvedTables,
         replaced: &str,
         queued: bool,
-    ) -> Result<Moved, Trouble> {
+    ) -> Result<Moved, Failure> {
         let (statements, id) = (&at.statements, Arg::Text(self.lock_id.as_str()));
         let mut read = Message::new().raw(session.prelude_between()).call(&statements.durable, &[]);
         if queued {
             read = read.call(&statements.queue_for, &[id]);
         }
         let read = read.call(&statements.find, &[id]).call(&statements.clock, &[]);
-        let found = Found::read(&session.begin(&read)?)?;
+        let found = StoredLease::read(&session.begin(&read)?)?;
         session.check_cancel()?;
-        match (Found::judge(found.as_ref(), self.lock_id.as_str()), &found) {
+        match (StoredLease::judge(found.as_ref(), self.lock_id.as_str()), &found) {
             (Some(Reason::Expired), _) => Ok(Moved::Lost(LostReason::Expired)),
             (Some(_), _) | (None, None) => Ok(Moved::Lost(LostReason::RowMissing)),
             (None, Some(found)) => {
@@ -256,9 +257,9 @@ pub(crate) fn renew(
     let mut renewed = match batch.renew(backend, end) {
         Ok(outcomes) => outcomes,
         // A LockError cannot be cloned: one says why, the others say that.
-        Err(fault) => {
-            let unknown = matches!(fault, Fault::Doubt(_));
-            let error = fault.into_error();
+        Err(failure) => {
+            let unknown = failure.is_in_doubt();
+            let error = failure.into_error();
             let code = error.code();
             let again = move || LockError::new(code).with_message("the renewal of the whole batch failed");
             let mut first = Some(error);
@@ -304,7 +305,7 @@ impl<'a> Batch<'a> {
         Ok(())
     }
 
-    fn renew(&self, backend: &PostgresBackend, end: Instant) -> Result<Vec<Result<RenewOutcome>>, Fault> {
+    fn renew(&self, backend: &PostgresBackend, end: Instant) -> Result<Vec<Result<RenewOutcome>>, Failure> {
         if self.ids.is_empty() {
             return Ok(Vec::new());
         }

@@ -23,16 +23,18 @@ use std::time::{Duration, Instant};
 use crate::backend::{Acquired, Grant, Version};
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
+use crate::leases::backend::PostgresBackend;
+use crate::leases::refusals::{is_all_or_nothing, swallowed};
+use crate::leases::setup::ResolvedTables;
 use crate::model::fence::{FENCE_MAX, Fence};
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::model::lock_id::LockId;
 use crate::model::time::{TIME_TOLERANCE_MS, Ttl, deadline_after, is_live};
-use crate::postgres::error::{Trouble, is_all_or_nothing, swallowed};
-use crate::postgres::row::{Answers, Row as Line, int, malformed, required, text, version};
-use crate::postgres::session::{GRACE, Session};
-use crate::postgres::sql::EQ;
-use crate::postgres::statement::{Arg, Message, push_quoted};
-use crate::postgres::{Fault, Located, PostgresBackend};
+use crate::pg::Failure;
+use crate::pg::answers::{Answers, Row, int, malformed, required, text, version};
+use crate::pg::names::EQ;
+use crate::pg::session::{GRACE, Session};
+use crate::pg::statement::{Arg, Message, push_quoted};
 
 /// One acquire, with everything chosen.
 pub(crate) struct Acquire<'a> {
@@ -71,42 +73,26 @@ impl<'a> Acquire<'a> {
         end: Instant,
         cancel: &CancelToken,
     ) -> Result<Option<Grant>> {
-        let first = backend.run(end, cancel, |session, at| {
-            if cancel.is_never() { self.one_message(session, at) } else { self.two_messages(session, at) }
+        let mut lost = false;
+        let round = backend.run_until_known(end, cancel, |session, at| {
+            let round = if cancel.is_never() && !lost {
+                self.one_message(session, at)
+            } else {
+                self.two_messages(session, at)
+            };
+            lost |= round.as_ref().is_err_and(Failure::is_in_doubt);
+            match round {
+                Ok(Round::Mine) => self.two_messages(session, at),
+                other => other,
+            }
         });
-        let round = match first {
-            Ok(Round::Mine) => backend.run(end, cancel, |session, at| self.two_messages(session, at)),
-            other => other,
-        };
         match round {
-            Ok(round) => self.answer(&round),
-            Err(Fault::Error(error)) => Err(self.label(self.name_stranger(backend, error, cancel))),
-            Err(Fault::Doubt(error)) => self.resolve(backend, error, end, cancel),
-        }
-    }
-
-    /// Asks again after a lost answer, until there is one or the time is over.
-    fn resolve(
-        &self,
-        backend: &PostgresBackend,
-        mut error: LockError,
-        end: Instant,
-        cancel: &CancelToken,
-    ) -> Result<Option<Grant>> {
-        let grace = backend.settings.operation_timeout;
-        let mut pause = Duration::from_millis(10);
-        loop {
-            if deadline_after(pause) >= end || cancel.is_cancelled() {
-                let error = if cancel.is_cancelled() { LockError::aborted() } else { error };
-                return Err(self.unknown(error, grace));
+            Ok((round, _)) => self.answer(&round),
+            Err(failure) if failure.is_in_doubt() => {
+                let error = if cancel.is_cancelled() { LockError::aborted() } else { failure.into_error() };
+                Err(self.unknown(error, backend.database.operation_timeout()))
             }
-            match backend.run(end, cancel, |session, at| self.two_messages(session, at)) {
-                Ok(round) => return self.answer(&round),
-                // Whatever this try came to, the first one stays in doubt.
-                Err(Fault::Error(later) | Fault::Doubt(later)) => error = later,
-            }
-            let _ = cancel.wait_timeout(pause);
-            pause = (pause * 2).min(Duration::from_millis(250));
+            Err(failure) => Err(self.label(self.name_stranger(backend, failure.into_error(), cancel))),
         }
     }
 
@@ -141,7 +127,7 @@ impl<'a> Acquire<'a> {
              AND l.database = (SELECT d.oid FROM pg_catalog.pg_database AS d WHERE d.datname = pg_catalog.current_database()) \
              AND ((l.classid::int8 << 32) | l.objid::int8) = k.number AND l.pid <> pg_catalog.pg_backend_pid() LIMIT 1"
         );
-        let found = backend.run_bare(deadline_after(GRACE), cancel, |session| {
+        let found = backend.database.run(deadline_after(GRACE), cancel, |session| {
             let message = Message::new().raw(session.limits_plain()).raw(&query);
             let answers = session.ask(&message)?;
             Ok(answers.row(0)?.map(|row| Ok::<_, LockError>((int(row, 0)?, int(row, 1)?))).transpose()?)
@@ -178,10 +164,10 @@ impl<'a> Acquire<'a> {
     }
 
     /// One message, one round trip, unless the key is neither plainly free nor plainly held.
-    fn one_message(&self, session: &mut Session<'_>, at: &Located) -> Result<Round, Trouble> {
+    fn one_message(&self, session: &mut Session<'_>, at: &ResolvedTables) -> Result<Round, Failure> {
         let answers = match session.commit_one(&at.statements.acquire_absent, &self.grant_args()) {
             // A row was written since the look, perhaps by an earlier copy of this very attempt.
-            Err(trouble) if is_all_or_nothing(&trouble) => return self.careful_message(session, at),
+            Err(failure) if is_all_or_nothing(&failure) => return self.careful_message(session, at),
             other => other?,
         };
         if let Some(row) = answers.row(0)? {
@@ -198,14 +184,14 @@ impl<'a> Acquire<'a> {
     }
 
     /// The whole decision in one message.
-    fn careful_message(&self, session: &mut Session<'_>, at: &Located) -> Result<Round, Trouble> {
+    fn careful_message(&self, session: &mut Session<'_>, at: &ResolvedTables) -> Result<Round, Failure> {
         let statements = &at.statements;
         let message = Message::new()
             .raw(session.prelude())
             .call(&statements.queue, &[Arg::Text(&self.storage_key)])
             .call(&statements.acquire, &self.grant_args());
         let answers = match session.commit(&message) {
-            Err(trouble) if is_all_or_nothing(&trouble) => return self.unwritten(session, at),
+            Err(failure) if is_all_or_nothing(&failure) => return self.unwritten(session, at),
             other => other?,
         };
         let row = required(answers.row(0)?)?;
@@ -221,7 +207,7 @@ impl<'a> Acquire<'a> {
     }
 
     /// Two messages: read, check the token, write.
-    fn two_messages(&self, session: &mut Session<'_>, at: &Located) -> Result<Round, Trouble> {
+    fn two_messages(&self, session: &mut Session<'_>, at: &ResolvedTables) -> Result<Round, Failure> {
         let statements = &at.statements;
         let (key, fence_key, lock_id) =
             (Arg::Text(&self.storage_key), Arg::Text(&self.fence_key), Arg::Text(self.lock_id.as_str()));
@@ -230,9 +216,9 @@ impl<'a> Acquire<'a> {
             .call(&statements.queue, &[key])
             .call(&statements.hold, &[key, fence_key, lock_id])
             .call(&statements.view, &[key, fence_key]);
-        let seen = Seen::read(&session.begin(&read)?)?;
+        let state = KeyState::read(&session.begin(&read)?)?;
         session.check_cancel()?;
-        let write = match decide(&seen, self.lock_id.as_str()) {
+        let write = match decide(&state, self.lock_id.as_str()) {
             Step::Locked => return Ok(Round::Locked),
             Step::Exhausted => return Err(fence_exhausted().into()),
             Step::Confirm => Message::new().call(&statements.confirm, &[key, lock_id]),
@@ -243,17 +229,17 @@ impl<'a> Acquire<'a> {
                 let granted = answers.row(1)?.map(granted).transpose()?.flatten();
                 Ok(granted.ok_or_else(swallowed)?)
             }
-            Err(trouble) if is_all_or_nothing(&trouble) => {
+            Err(failure) if is_all_or_nothing(&failure) => {
                 session.rollback();
                 self.unwritten(session, at)
             }
-            Err(trouble) => Err(trouble),
+            Err(failure) => Err(failure),
         }
     }
 
     /// The counter could be raised and the row not be written. That is contention if somebody has
     /// written the row since the look, without the queue; else something swallows the write.
-    fn unwritten(&self, session: &mut Session<'_>, at: &Located) -> Result<Round, Trouble> {
+    fn unwritten(&self, session: &mut Session<'_>, at: &ResolvedTables) -> Result<Round, Failure> {
         let answers = session.ask_one(&at.statements.look, &[Arg::Text(&self.storage_key)])?;
         if let Some(row) = answers.row(0)? {
             let (expires_at_ms, now_ms) = (required(int(row, 0)?)?, required(int(row, 1)?)?);
@@ -265,10 +251,10 @@ impl<'a> Acquire<'a> {
     }
 }
 
-/// What the read of an acquire saw, all locks held.
+/// What the read of an acquire found, all locks held.
 #[derive(Clone, Debug)]
-struct Seen {
-    row: Option<Row>,
+struct KeyState {
+    row: Option<StoredRow>,
     row_locked: bool,
     counter: Option<i64>,
     counter_locked: bool,
@@ -276,16 +262,18 @@ struct Seen {
 }
 
 #[derive(Clone, Debug)]
-struct Row {
+struct StoredRow {
     lock_id: String,
     expires_at_ms: i64,
 }
 
-impl Seen {
+impl KeyState {
     fn read(answers: &Answers) -> Result<Self> {
         let (held, view) = (required(answers.row(1)?)?, required(answers.row(0)?)?);
         let row = match (text(view, 0)?, int(view, 1)?) {
-            (Some(lock_id), Some(expires_at_ms)) => Some(Row { lock_id: lock_id.to_owned(), expires_at_ms }),
+            (Some(lock_id), Some(expires_at_ms)) => {
+                Some(StoredRow { lock_id: lock_id.to_owned(), expires_at_ms })
+            }
             _ => None,
         };
         Ok(Self {
@@ -308,25 +296,25 @@ enum Step {
 
 /// The decision. A row or a counter that is there but not locked by us belongs to somebody who is
 /// just working on it: contention, whatever it says.
-fn decide(seen: &Seen, lock_id: &str) -> Step {
-    if let Some(row) = &seen.row {
-        if !seen.row_locked {
+fn decide(state: &KeyState, lock_id: &str) -> Step {
+    if let Some(row) = &state.row {
+        if !state.row_locked {
             return Step::Locked;
         }
         // A dead row is a free key even if it carries our id: its grant is over.
-        if is_live(row.expires_at_ms, seen.now_ms, TIME_TOLERANCE_MS) {
+        if is_live(row.expires_at_ms, state.now_ms, TIME_TOLERANCE_MS) {
             return if row.lock_id == lock_id { Step::Confirm } else { Step::Locked };
         }
     }
-    match seen.counter {
-        Some(_) if !seen.counter_locked => Step::Locked,
+    match state.counter {
+        Some(_) if !state.counter_locked => Step::Locked,
         Some(counter) if !may_be_raised(counter) => Step::Exhausted,
         _ => Step::Grant,
     }
 }
 
 /// The grant in a statement's answer `(expiry, fence, version, …)`.
-fn granted(row: &Line) -> Result<Option<Round>> {
+fn granted(row: &Row) -> Result<Option<Round>> {
     let (Some(expires_at_ms), Some(fence)) = (int(row, 0)?, text(row, 1)?) else { return Ok(None) };
     let fence: Fence = fence.parse().map_err(|error| malformed().with_source(error))?;
     if fence.get() > FENCE_MAX {
@@ -336,16 +324,20 @@ fn granted(row: &Line) -> Result<Option<Round>> {
 }
 
 /// Why a counter was not raised: it is at its limit, or something swallows the change.
-pub(crate) fn unraised(session: &mut Session<'_>, at: &Located, fence_key: &str) -> Trouble {
+pub(crate) fn unraised(session: &mut Session<'_>, at: &ResolvedTables, fence_key: &str) -> Failure {
     match stands_at_its_end(session, at, fence_key) {
         Ok(true) => fence_exhausted().into(),
         Ok(false) => swallowed().into(),
-        Err(trouble) => trouble,
+        Err(failure) => failure,
     }
 }
 
 /// Whether the counter is there and may not be raised. One that was set to NULL by hand is.
-fn stands_at_its_end(session: &mut Session<'_>, at: &Located, fence_key: &str) -> Result<bool, Trouble> {
+fn stands_at_its_end(
+    session: &mut Session<'_>,
+    at: &ResolvedTables,
+    fence_key: &str,
+) -> Result<bool, Failure> {
     let mut key = String::new();
     push_quoted(fence_key, &mut key)?;
     let fences = &at.tables.fences;
@@ -371,18 +363,18 @@ fn fence_exhausted() -> LockError {
 mod tests {
     use super::*;
 
-    fn seen() -> Seen {
-        Seen { row: None, row_locked: false, counter: None, counter_locked: false, now_ms: 1_000_000 }
+    fn state() -> KeyState {
+        KeyState { row: None, row_locked: false, counter: None, counter_locked: false, now_ms: 1_000_000 }
     }
 
-    fn row(lock_id: &str, expires_at_ms: i64) -> Row {
-        Row { lock_id: lock_id.into(), expires_at_ms }
+    fn row(lock_id: &str, expires_at_ms: i64) -> StoredRow {
+        StoredRow { lock_id: lock_id.into(), expires_at_ms }
     }
 
     #[test]
     fn a_free_key_is_granted() {
-        assert_eq!(decide(&seen(), "me"), Step::Grant);
-        let counted = Seen { counter: Some(7), counter_locked: true, ..seen() };
+        assert_eq!(decide(&state(), "me"), Step::Grant);
+        let counted = KeyState { counter: Some(7), counter_locked: true, ..state() };
         assert_eq!(decide(&counted, "me"), Step::Grant);
     }
 
@@ -394,22 +386,22 @@ mod tests {
             (1_000_000 - TIME_TOLERANCE_MS, false, Step::Locked),
             (2_000_000, true, Step::Locked),
         ] {
-            let seen = Seen { row: Some(row("other", expires)), row_locked: locked, ..seen() };
-            assert_eq!(decide(&seen, "me"), step, "{expires} {locked}");
+            let state = KeyState { row: Some(row("other", expires)), row_locked: locked, ..state() };
+            assert_eq!(decide(&state, "me"), step, "{expires} {locked}");
         }
     }
 
     #[test]
     fn our_own_row_is_confirmed_while_it_lives() {
         for (expires, step) in [(2_000_000, Step::Confirm), (0, Step::Grant)] {
-            let seen = Seen { row: Some(row("me", expires)), row_locked: true, ..seen() };
-            assert_eq!(decide(&seen, "me"), step);
+            let state = KeyState { row: Some(row("me", expires)), row_locked: true, ..state() };
+            assert_eq!(decide(&state, "me"), step);
         }
     }
 
     #[test]
     fn a_busy_counter_is_contention_and_a_full_one_is_the_end() {
-        let busy = Seen { counter: Some(7), counter_locked: false, ..seen() };
+        let busy = KeyState { counter: Some(7), counter_locked: false, ..state() };
         assert_eq!(decide(&busy, "me"), Step::Locked);
         let limit = i64::try_from(FENCE_MAX).unwrap();
         for (counter, step) in [
@@ -419,7 +411,7 @@ mod tests {
             (i64::MAX, Step::Exhausted),
             (-1, Step::Exhausted),
         ] {
-            let full = Seen { counter: Some(counter), counter_locked: true, ..seen() };
+            let full = KeyState { counter: Some(counter), counter_locked: true, ..state() };
             assert_eq!(decide(&full, "me"), step);
         }
     }

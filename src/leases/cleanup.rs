@@ -1,0 +1,88 @@
+//! Deleting rows of leases that are long over, which nobody needs.
+//!
+//! A row is deleted only if it is over by more than [`CLEANUP_GUARD_MS`], judged by the server's clock
+//! on the newest version of the row, in the deleting statement itself.
+
+use std::sync::PoisonError;
+use std::time::{Duration, Instant};
+
+use crate::cancel::CancelToken;
+use crate::error::{LockError, Result};
+use crate::leases::backend::PostgresBackend;
+use crate::leases::refusals::swallowed;
+use crate::leases::sql::CLOCK;
+use crate::pg::Message;
+use crate::pg::answers::{int, malformed, required};
+use crate::pg::names::PLAIN_NAMES;
+use crate::threads::spawn;
+
+/// How long a lease must be over before cleanup may delete its row, in milliseconds after its
+/// expiry: the tolerance, and as much again, so that no extend can still be on its way.
+pub const CLEANUP_GUARD_MS: i64 = 2000;
+
+/// The least time between two cleanups that reads cause.
+const PAUSE: Duration = Duration::from_secs(1);
+
+/// The most rows that such a cleanup deletes.
+const ROWS: u32 = 100;
+
+impl PostgresBackend {
+    /// Cleans up after a read that met a row long over: later, on a thread of its own, at most once
+    /// per [`PAUSE`]. Failures only reach the debug log.
+    pub(super) fn cleanup_soon(&self) {
+        if !self.settings.cleanup_in_is_locked {
+            return;
+        }
+        let now = Instant::now();
+        {
+            let mut next = self.next_cleanup.lock().unwrap_or_else(PoisonError::into_inner);
+            if next.is_some_and(|next| now < next) {
+                return;
+            }
+            *next = Some(now + PAUSE);
+        }
+        let this = self.this.clone();
+        let cleanup = move || {
+            let Some(backend) = this.upgrade() else { return };
+            if let Err(error) = backend.cleanup_expired(ROWS, backend.database.end()) {
+                log::debug!("cleanup of expired leases failed: {}", error.chain());
+            }
+        };
+        if spawn("syncguard-cleanup", cleanup).is_err() {
+            log::debug!("no thread for the cleanup of expired leases");
+        }
+    }
+
+    /// Deletes rows of leases that are long over. See [`Operator::cleanup_expired`].
+    pub(crate) fn cleanup_expired(&self, limit: u32, end: Instant) -> Result<u64> {
+        let deleted = self.run(end, &CancelToken::never(), |session, at| {
+            let locks = &at.tables.locks;
+            // The clock is read before the rows are found: an older now deletes less, never more.
+            let sql = format!(
+                "WITH old AS MATERIALIZED (\
+                   SELECT l.key, l.lock_id FROM {locks} AS l \
+                   WHERE l.expires_at_ms < (SELECT {CLOCK}) - {CLEANUP_GUARD_MS} \
+                   ORDER BY l.expires_at_ms LIMIT {limit} FOR UPDATE SKIP LOCKED), \
+                 gone AS (\
+                   DELETE FROM {locks} AS l USING old WHERE l.key = old.key AND l.lock_id = old.lock_id RETURNING 1) \
+                 SELECT (SELECT count(*) FROM gone), (SELECT count(*) FROM old)"
+            );
+            let message = Message::new()
+                .raw(session.prelude())
+                .raw(PLAIN_NAMES)
+                .raw("SET LOCAL synchronous_commit TO off")
+                .raw(sql);
+            let answers = session.commit(&message)?;
+            let row = required(answers.row(0)?)?;
+            let (deleted, found) = (required(int(row, 0)?)?, required(int(row, 1)?)?);
+            if deleted < found { Err(swallowed().into()) } else { Ok(deleted) }
+        });
+        let deleted = deleted.map_err(LockError::from)?;
+        u64::try_from(deleted).map_err(|_| malformed())
+    }
+}
+
+/// Whether cleanup may delete a row with this expiry.
+pub(crate) fn is_long_over(expires_at_ms: i64, now_ms: i64) -> bool {
+    expires_at_ms < now_ms.saturating_sub(CLEANUP_GUARD_MS)
+}

@@ -1,0 +1,36 @@
+//! Leases in two tables of a PostgreSQL database.
+//!
+//! | file | what it holds |
+//! | --- | --- |
+//! | `backend` | [`PostgresBackend`]: the database, and the tables once it is known where they are |
+//! | `port` | the same as a [`LockBackend`](crate::LockBackend) |
+//! | `schema`, `setup`, `collation` | the tables' names; how they are found and made; whether their indexes are in order |
+//! | `sql`, `held` | every SQL text of the protocol; those on a lease that stands |
+//! | `acquire`, `release`, `extend`, `read` | one file per operation |
+//! | `refusals` | what a statement says by failing |
+//! | `operator`, `cleanup` | what operators see and may do; deleting rows that are long over |
+//! | `notify`, `listener`, `wake_ups` | how a release reaches waiters in other processes |
+
+mod acquire;
+mod backend;
+mod cleanup;
+mod collation;
+mod extend;
+mod held;
+mod listener;
+mod notify;
+mod operator;
+mod port;
+mod read;
+mod refusals;
+mod release;
+mod schema;
+mod setup;
+mod sql;
+mod wake_ups;
+
+pub(crate) use backend::{PostgresBackend, Settings};
+pub use cleanup::CLEANUP_GUARD_MS;
+pub use operator::{BrokenLock, Counts, IdleCounter, Operator, Waiter};
+pub(crate) use port::fence_error;
+pub(crate) use schema::TableNames;

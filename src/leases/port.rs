@@ -1,0 +1,148 @@
+//! The leases as a [`LockBackend`], and what a failed fence check says.
+
+use std::time::Duration;
+
+use crate::backend::{
+    AcquireResult, Attempt, Capabilities, ExtendOutcome, Grant, Holder, LockBackend, LockInfo, LockInfoRaw,
+    Lookup, OnHeard, ReleaseOutcome, RenewOutcome, Renewal, TimeAuthority, Watch,
+};
+use crate::cancel::CancelToken;
+use crate::error::{ErrorCode, LockError, Result};
+use crate::leases::acquire::Acquire;
+use crate::leases::backend::PostgresBackend;
+use crate::leases::{extend, read, release, sql};
+use crate::model::fence::Fence;
+use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
+use crate::model::lock_id::LockId;
+use crate::model::time::{Moment, Ttl};
+use crate::pg::error::call_error;
+
+impl LockBackend for PostgresBackend {
+    fn acquire(&self, key: &str, ttl: Duration, cancel: &CancelToken) -> Result<AcquireResult> {
+        let (key, ttl) = (Key::new(key)?, Ttl::new(ttl)?);
+        cancel.check()?;
+        let lock_id = LockId::generate()?;
+        Acquire::new(&key, &lock_id, ttl)?.run(self, self.database.end(), cancel).map(AcquireResult::from)
+    }
+
+    fn release(&self, lock_id: &str, cancel: &CancelToken) -> Result<ReleaseOutcome> {
+        release::release(self, &LockId::parse(lock_id)?, self.database.end(), cancel)
+    }
+
+    fn extend(&self, lock_id: &str, ttl: Duration, cancel: &CancelToken) -> Result<ExtendOutcome> {
+        extend::extend(self, &LockId::parse(lock_id)?, Ttl::new(ttl)?, self.database.end(), cancel)
+    }
+
+    fn is_locked(&self, key: &str, cancel: &CancelToken) -> Result<bool> {
+        read::is_locked(self, &Key::new(key)?, self.database.end(), cancel)
+    }
+
+    fn lookup(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfo>> {
+        Ok(self.lookup_raw(what, cancel)?.map(|found| found.sanitized()))
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::fencing("postgres", TimeAuthority::Server)
+    }
+
+    fn attempt(&self, attempt: &Attempt<'_>, cancel: &CancelToken) -> Result<AcquireResult> {
+        self.grant(attempt, cancel).map(AcquireResult::from)
+    }
+
+    fn grant(&self, attempt: &Attempt<'_>, cancel: &CancelToken) -> Result<Option<Grant>> {
+        let (key, ttl) = (Key::new(attempt.key)?, Ttl::new(attempt.ttl)?);
+        let lock_id = LockId::parse(attempt.lock_id)?;
+        Acquire::new(&key, &lock_id, ttl)?.run(self, self.database.end_by(attempt.deadline), cancel)
+    }
+
+    fn peek(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<bool> {
+        read::is_locked(self, &Key::new(key)?, self.database.end_by(deadline), cancel)
+    }
+
+    fn holder(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<Option<Holder>> {
+        read::holder(self, &Key::new(key)?, self.database.end_by(deadline), cancel)
+    }
+
+    fn watch(&self, key: &str, heard: OnHeard) -> Option<Box<dyn Watch>> {
+        let wake_ups = self.wake_ups.as_ref()?;
+        let (storage_key, _) =
+            Key::new(key).ok()?.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES).ok()?;
+        wake_ups.watch(&storage_key, &heard)
+    }
+
+    fn extend_by(
+        &self,
+        lock_id: &str,
+        ttl: Duration,
+        deadline: Moment,
+        cancel: &CancelToken,
+    ) -> Result<ExtendOutcome> {
+        extend::extend(self, &LockId::parse(lock_id)?, Ttl::new(ttl)?, self.database.end_by(deadline), cancel)
+    }
+
+    fn release_by(&self, lock_id: &str, deadline: Moment) -> Result<ReleaseOutcome> {
+        release::release(
+            self,
+            &LockId::parse(lock_id)?,
+            self.database.end_by(deadline),
+            &CancelToken::never(),
+        )
+    }
+
+    fn prolong(&self, lease: &Renewal<'_>, deadline: Moment) -> Result<RenewOutcome> {
+        extend::prolong(self, lease, self.database.end_by(deadline))
+    }
+
+    fn renew(&self, leases: &[Renewal<'_>], deadline: Moment) -> Vec<Result<RenewOutcome>> {
+        extend::renew(self, leases, self.database.end_by(deadline))
+    }
+
+    fn reserve_renewals(&self, deadline: Moment, cancel: &CancelToken) -> Result<()> {
+        let source = self.database.source();
+        if source.can_reserve()? {
+            source.keep(source.get(self.database.end_by(deadline), cancel)?);
+        }
+        Ok(())
+    }
+
+    fn unreserve_renewals(&self) -> bool {
+        self.database.source().unreserve()
+    }
+
+    fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoRaw>> {
+        read::lookup(self, what, self.database.end(), cancel)
+    }
+
+    fn fence_statement(&self, key: &str, fence: Fence, lock_id: Option<&str>) -> Result<String> {
+        let key = Key::new(key)?;
+        let (storage_key, fence_key) = key.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?;
+        let at = self.find_tables(self.database.end(), &CancelToken::never())?;
+        let lock_id = lock_id.map(LockId::parse).transpose()?;
+        sql::fenced(&at.tables, &storage_key, &fence_key, fence, lock_id.as_ref())
+    }
+
+    fn operation_timeout(&self) -> Duration {
+        self.database.operation_timeout()
+    }
+
+    fn close(&self) {
+        if let Some(wake_ups) = &self.wake_ups {
+            wake_ups.close();
+        }
+        self.database.source().close();
+    }
+}
+
+/// A caller's transaction in which a fence turned out to be stale, or which cannot be checked.
+pub(crate) fn fence_error(error: postgres::Error) -> LockError {
+    match error.code().map(|state| state.code().to_owned()).as_deref() {
+        Some("22P02") => LockError::new(ErrorCode::Aborted).with_message(
+            "the lease is over or a newer holder exists: this transaction cannot commit, roll it back and stop working",
+        ),
+        Some("25006") => LockError::invalid(
+            "a fenced transaction must be READ WRITE: it locks the key's counter until it ends",
+        )
+        .with_source(error),
+        _ => call_error(error, false).into_error(),
+    }
+}
