@@ -10,6 +10,7 @@ pub type Result<T, E = LockError> = std::result::Result<T, E>;
 
 /// What kind of failure a [`LockError`] is. The names are those of every SyncGuard client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub enum ErrorCode {
     /// The server is away, refused the connection, went down, or rolled a conflict back.

@@ -128,6 +128,11 @@
 //! | time and faults in tests | [`memory`] |
 //! | a backend of one's own | [`backend`], and the package `syncguard-contract`, which tests it |
 //!
+//! # Features
+//!
+//! * `serde`: values that hold neither a key nor a lock id (fences, codes, answers, events, reports) can be
+//!   serialised and deserialised, under the names that other SyncGuard clients use.
+//!
 //! # Async programs
 //!
 //! These are blocking calls. Inside a runtime use `spawn_blocking`, or they fail; guards and clients

@@ -11,6 +11,7 @@ use crate::model::time::Moment;
 
 /// Why a session lock is lost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(rename_all = "snake_case"))]
 #[non_exhaustive]
 pub enum AdvisoryLost {
     /// Its `max_hold` is over.

@@ -21,9 +21,11 @@ use crate::error::{LockError, Result};
 /// assert_eq!(key.as_i64(), Some(-5419621966426725984));
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(transparent))]
 pub struct AdvisoryKey(Form);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(untagged))]
 enum Form {
     One(i64),
     Two(i32, i32),

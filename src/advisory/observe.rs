@@ -19,6 +19,7 @@ const OF_THIS_DATABASE: &str = "l.locktype = 'advisory' AND l.database = \
 /// All of this database's are shown: also those of other programs, and those that belong to a
 /// transaction, such as an acquire of a lease takes for a moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub struct AdvisorySession {
     /// The key, put together from `classid` and `objid`.

@@ -26,6 +26,7 @@ impl fmt::Debug for Lookup<'_> {
 
 /// A live lease, without the raw key and id: safe to print and to log.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub struct LockInfo {
     /// [`hash_key`](crate::hash_key) of the key.
@@ -117,6 +118,7 @@ impl fmt::Debug for LockInfoRaw {
 
 /// What a backend is and can do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct Capabilities {
     /// Its name, for example `postgres`.
@@ -137,6 +139,7 @@ impl Capabilities {
 
 /// Whose clock decides liveness.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(rename_all = "snake_case"))]
 #[non_exhaustive]
 pub enum TimeAuthority {
     /// The server's: the clocks of clients do not matter.

@@ -141,6 +141,7 @@ impl fmt::Debug for Acquired {
 
 /// Why an operation was refused, as far as the backend knows without asking again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(rename_all = "kebab-case"))]
 #[non_exhaustive]
 pub enum Reason {
     /// Somebody else holds the key.
@@ -188,6 +189,7 @@ pub enum ExtendOutcome {
 
 /// What the client answers to a release.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(rename_all = "snake_case"))]
 pub enum ReleaseResult {
     /// The lease was held and is gone.
     Released,
@@ -198,6 +200,7 @@ pub enum ReleaseResult {
 /// What the client answers to an extend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use = "NotHeld means that the lock is lost"]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(rename_all = "snake_case"))]
 pub enum ExtendResult {
     /// The lease now ends then (Unix milliseconds of the server's clock).
     Extended {
@@ -245,6 +248,7 @@ pub enum RenewOutcome {
 
 /// Why a holder can no longer trust its lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(rename_all = "snake_case"))]
 #[non_exhaustive]
 pub enum LostReason {
     /// It ran out before it was renewed.

@@ -153,9 +153,14 @@ impl PgLockClientBuilder {
 
     /// How long dropping a guard may take. Default 5 s. What is not released by then is released by
     /// the worker, or ends with its ttl.
-    pub fn dispose_timeout(mut self, timeout: Duration) -> Self {
+    pub fn drop_timeout(mut self, timeout: Duration) -> Self {
         self.dispose_timeout = timeout;
         self
+    }
+
+    /// [`drop_timeout`](Self::drop_timeout), by the name that other SyncGuard clients have for it.
+    pub fn dispose_timeout(self, timeout: Duration) -> Self {
+        self.drop_timeout(timeout)
     }
 
     /// Called when an automatic release failed. Without it such failures are logged as warnings, in

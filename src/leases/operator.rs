@@ -7,6 +7,7 @@
 //! 3. A broken lock's fence is raised with it, in one transaction: whatever the old holder still
 //!    writes under its fence is refused. Where it cannot be raised, the lock is not broken either.
 
+use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -85,6 +86,12 @@ pub struct IdleCounter {
     pub fence: Fence,
     /// When it was raised last, in Unix milliseconds; `None` if that is longer ago than the server remembers.
     pub raised_at_ms: Option<i64>,
+}
+
+impl fmt::Debug for Operator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Operator").finish_non_exhaustive()
+    }
 }
 
 impl Operator {

@@ -15,6 +15,7 @@ use crate::waiting::LOOK;
 
 /// What closing a client did with the leases it had.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub struct CloseReport {
     /// Leases that were let go.

@@ -29,6 +29,7 @@ const LONGEST_DELAY: Duration = Duration::from_secs(60);
 
 /// How often a guard renews its lease.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(rename_all = "snake_case"))]
 #[non_exhaustive]
 pub enum Heartbeat {
     /// Every third of the ttl.

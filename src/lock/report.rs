@@ -12,6 +12,7 @@ pub(crate) type OnReleaseError = Foreign<Arc<dyn Fn(&LockError, &ReleaseErrorCon
 
 /// Which kind of clean-up failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(rename_all = "snake_case"))]
 #[non_exhaustive]
 pub enum ReleaseSource {
     /// A guard's `Drop`.

@@ -10,6 +10,7 @@ use crate::threads::Foreign;
 
 /// Which of the five operations an event is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(rename_all = "camelCase"))]
 #[non_exhaustive]
 pub enum Operation {
     /// An attempt to take a key.
@@ -46,6 +47,7 @@ impl fmt::Display for Operation {
 
 /// How an operation ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(rename_all = "snake_case"))]
 #[non_exhaustive]
 pub enum EventResult {
     /// Acquired, released, extended, locked, found.
@@ -75,6 +77,7 @@ impl fmt::Display for EventResult {
 ///
 /// `Debug` never shows the raw key and lock id, even where the event carries them.
 #[derive(Clone, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub struct LockEvent {
     /// What was done.
@@ -95,9 +98,11 @@ pub struct LockEvent {
     pub duration: Duration,
     /// The raw key, where `key_hash` is there and the options permit it; never one that is far too
     /// long to be valid. **Sensitive.**
+    #[cfg_attr(feature = "serde", serde(skip))]
     pub key: Option<String>,
     /// The raw lock id, where `lock_id_hash` is there and the options permit it. **Sensitive**:
     /// whoever knows it can let go of the lock.
+    #[cfg_attr(feature = "serde", serde(skip))]
     pub lock_id: Option<String>,
 }
 

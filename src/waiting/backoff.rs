@@ -4,6 +4,7 @@ use std::time::Duration;
 
 /// How the wait before a retry grows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(rename_all = "snake_case"))]
 #[non_exhaustive]
 pub enum Backoff {
     /// Doubles with every retry, up to a minute.
@@ -15,6 +16,7 @@ pub enum Backoff {
 
 /// How much of the wait before a retry is left to chance, so that clients do not march in step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(rename_all = "snake_case"))]
 #[non_exhaustive]
 pub enum Jitter {
     /// Half of the wait is fixed, half is random.

@@ -135,3 +135,82 @@ fn what_only_a_backend_needs_is_not_at_the_root() {
         assert!(there, "{name} is not in `backend`");
     }
 }
+
+/// The feature `serde`.
+#[cfg(feature = "serde")]
+mod values_as_text {
+    use std::fmt::Debug;
+    use std::sync::{Arc, Mutex};
+    use std::time::Duration;
+
+    use serde_json::{Value, json};
+    use syncguard::{
+        AdvisoryKey, AdvisoryLost, Backoff, CancelToken, CloseReport, ErrorCode, ExtendResult, Fence,
+        Heartbeat, Jitter, LockBackend, LockEvent, Lookup, LostReason, MemoryBackend, Operation, Reason,
+        ReleaseResult, ReleaseSource, TelemetryOptions, with_telemetry,
+    };
+
+    /// One value, there and back again.
+    #[track_caller]
+    fn is<T>(value: &T, text: Value)
+    where
+        T: serde::Serialize + serde::de::DeserializeOwned + PartialEq + Debug,
+    {
+        assert_eq!(serde_json::to_value(value).unwrap(), text);
+        assert_eq!(serde_json::from_value::<T>(text).unwrap(), *value);
+    }
+
+    #[test]
+    fn values_have_the_names_of_every_syncguard_client() {
+        let fence = Fence::new(42).unwrap();
+        is(&fence, json!("000000000000042"));
+        is(&ErrorCode::AcquisitionTimeout, json!("AcquisitionTimeout"));
+        is(&Operation::IsLocked, json!("isLocked"));
+        is(&Reason::NotFound, json!("not-found"));
+        is(&LostReason::TakenOver { fence }, json!({"taken_over": {"fence": "000000000000042"}}));
+        is(&AdvisoryLost::Connection, json!("connection"));
+        is(&ReleaseSource::Helper, json!("helper"));
+        is(&ReleaseResult::NotHeld, json!("not_held"));
+        is(&ExtendResult::Extended { expires_at_ms: 7 }, json!({"extended": {"expires_at_ms": 7}}));
+        is(&AdvisoryKey::from_i64(-7), json!(-7));
+        is(&AdvisoryKey::from_pair(1, -2), json!([1, -2]));
+        is(&(Backoff::Fixed, Jitter::Full, Heartbeat::Off), json!(["fixed", "full", "off"]));
+        is(&Heartbeat::Every(Duration::from_secs(3)), json!({"every": {"secs": 3, "nanos": 0}}));
+        let report = serde_json::to_value(CloseReport::default()).unwrap();
+        assert_eq!(report["pending"], json!(0));
+    }
+
+    #[test]
+    fn what_no_client_wrote_is_refused() {
+        for text in ["\"42\"", "42", "\"00000000000004x\""] {
+            assert!(serde_json::from_str::<Fence>(text).is_err(), "{text}");
+        }
+        assert!(serde_json::from_str::<ErrorCode>("\"acquisition_timeout\"").is_err());
+    }
+
+    #[test]
+    fn neither_events_nor_look_ups_hold_a_raw_key_or_id() {
+        let events: Arc<Mutex<Vec<LockEvent>>> = Arc::default();
+        let sink = Arc::clone(&events);
+        let options = TelemetryOptions::new(move |event| sink.lock().unwrap().push(event.clone()));
+        let backend = with_telemetry(MemoryBackend::manual(), options.include_raw(true));
+        let never = CancelToken::never();
+        let lease = backend.acquire("MARKER", Duration::from_secs(30), &never).unwrap().acquired().unwrap();
+        let found = backend.lookup(Lookup::Key("MARKER"), &never).unwrap().unwrap();
+        assert!(backend.handle().flush(Duration::from_secs(30)));
+
+        let events = events.lock().unwrap().clone();
+        assert!(events.iter().any(|event| event.key.as_deref() == Some("MARKER")), "{events:?}");
+        let text = serde_json::to_string(&(&events, &found)).unwrap();
+        assert!(text.contains(&syncguard::hash_key("MARKER")), "{text}");
+        for secret in ["MARKER", lease.lock_id.as_str()] {
+            assert!(!text.contains(secret), "{text}");
+        }
+        is(&found, serde_json::to_value(&found).unwrap());
+        let back: LockEvent = serde_json::from_value(serde_json::to_value(&events[0]).unwrap()).unwrap();
+        assert_eq!(
+            (back.operation, back.key_hash, back.key),
+            (Operation::Acquire, events[0].key_hash.clone(), None)
+        );
+    }
+}
