@@ -22,7 +22,13 @@
 //! # Ok::<(), syncguard::LockError>(())
 //! ```
 //!
-//! A look that a token shall end is [`LockBackend::lookup`] itself, or one of a client's own methods on
+//! # Blocking
+//!
+//! Each at most the `operation_timeout` of the backend.
+//!
+//! # Cancellation
+//!
+//! No token ends them. A look that a token shall end is [`LockBackend::lookup`] itself, or one of a client's own methods on
 //! [`cancellable`](crate::LockClient::cancellable).
 
 use crate::backend::{LockBackend, LockInfo, LockInfoRaw, Lookup};
@@ -32,14 +38,6 @@ use crate::error::Result;
 /// The live lease of a key. An expired one and none at all are both `None`.
 ///
 /// For diagnosis only; see the [module](crate::diagnostics).
-///
-/// # Blocking
-///
-/// At most the `operation_timeout` of the backend.
-///
-/// # Cancellation
-///
-/// None.
 pub fn get_by_key<B: LockBackend + ?Sized>(backend: &B, key: &str) -> Result<Option<LockInfo>> {
     backend.lookup(Lookup::Key(key), &CancelToken::never())
 }
@@ -47,14 +45,6 @@ pub fn get_by_key<B: LockBackend + ?Sized>(backend: &B, key: &str) -> Result<Opt
 /// The live lease with this lock id. An expired one and none at all are both `None`.
 ///
 /// For diagnosis only; see the [module](crate::diagnostics).
-///
-/// # Blocking
-///
-/// At most the `operation_timeout` of the backend.
-///
-/// # Cancellation
-///
-/// None.
 pub fn get_by_id<B: LockBackend + ?Sized>(backend: &B, lock_id: &str) -> Result<Option<LockInfo>> {
     backend.lookup(Lookup::LockId(lock_id), &CancelToken::never())
 }
@@ -63,14 +53,6 @@ pub fn get_by_id<B: LockBackend + ?Sized>(backend: &B, lock_id: &str) -> Result<
 ///
 /// **Sensitive**: whoever learns the lock id can let go of the lock, and keys may name people. For
 /// debugging by hand only; keep the answer out of logs.
-///
-/// # Blocking
-///
-/// At most the `operation_timeout` of the backend.
-///
-/// # Cancellation
-///
-/// None.
 pub fn get_by_key_raw<B: LockBackend + ?Sized>(backend: &B, key: &str) -> Result<Option<LockInfoRaw>> {
     backend.lookup_raw(Lookup::Key(key), &CancelToken::never())
 }
@@ -79,14 +61,6 @@ pub fn get_by_key_raw<B: LockBackend + ?Sized>(backend: &B, key: &str) -> Result
 ///
 /// **Sensitive**: whoever learns the lock id can let go of the lock, and keys may name people. For
 /// debugging by hand only; keep the answer out of logs.
-///
-/// # Blocking
-///
-/// At most the `operation_timeout` of the backend.
-///
-/// # Cancellation
-///
-/// None.
 pub fn get_by_id_raw<B: LockBackend + ?Sized>(backend: &B, lock_id: &str) -> Result<Option<LockInfoRaw>> {
     backend.lookup_raw(Lookup::LockId(lock_id), &CancelToken::never())
 }
@@ -106,14 +80,6 @@ pub fn get_by_id_raw<B: LockBackend + ?Sized>(backend: &B, lock_id: &str) -> Res
 /// }
 /// # Ok::<(), syncguard::LockError>(())
 /// ```
-///
-/// # Blocking
-///
-/// At most the `operation_timeout` of the backend.
-///
-/// # Cancellation
-///
-/// None.
 pub fn owns<B: LockBackend + ?Sized>(backend: &B, lock_id: &str) -> Result<bool> {
     Ok(get_by_id(backend, lock_id)?.is_some())
 }

@@ -81,6 +81,12 @@ struct Inner {
 
 impl LockError {
     /// An error whose text is its code's name. For people who write a backend.
+    ///
+    /// ```
+    /// use syncguard::{ErrorCode, LockError};
+    ///
+    /// assert_eq!(LockError::new(ErrorCode::Internal).to_string(), "Internal");
+    /// ```
     #[must_use]
     pub fn new(code: ErrorCode) -> Self {
         Self(Box::new(Inner {
@@ -96,6 +102,13 @@ impl LockError {
     }
 
     /// Says what failed and what to do. Must not contain a key, a lock id or a connection string.
+    ///
+    /// ```
+    /// use syncguard::{ErrorCode, LockError};
+    ///
+    /// let error = LockError::new(ErrorCode::RateLimited).with_message("no connection is free: try again");
+    /// assert_eq!(error.to_string(), "no connection is free: try again");
+    /// ```
     #[must_use]
     pub fn with_message(mut self, message: impl Into<Cow<'static, str>>) -> Self {
         self.0.message = Some(message.into());
@@ -103,6 +116,14 @@ impl LockError {
     }
 
     /// Remembers the key for [`LockError::key`]; it is not printed.
+    ///
+    /// ```
+    /// use syncguard::{ErrorCode, LockError};
+    ///
+    /// let error = LockError::new(ErrorCode::Internal).with_key("customer:7");
+    /// assert!(!format!("{error:?}").contains("customer"));
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     #[must_use]
     pub fn with_key(mut self, key: impl Into<String>) -> Self {
         self.0.key = Some(key.into());
@@ -110,6 +131,14 @@ impl LockError {
     }
 
     /// Remembers the lock id for [`LockError::lock_id`]; it is not printed.
+    ///
+    /// ```
+    /// use syncguard::{ErrorCode, LockError};
+    ///
+    /// let error = LockError::new(ErrorCode::Internal).with_lock_id("AAAAAAAAAAAAAAAAAAAAAA");
+    /// assert!(!format!("{error:?}").contains("AAAA"));
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     #[must_use]
     pub fn with_lock_id(mut self, lock_id: impl Into<String>) -> Self {
         self.0.lock_id = Some(lock_id.into());
@@ -117,6 +146,14 @@ impl LockError {
     }
 
     /// Keeps the cause.
+    ///
+    /// ```
+    /// use std::error::Error;
+    /// use syncguard::{ErrorCode, LockError};
+    ///
+    /// let error = LockError::new(ErrorCode::ServiceUnavailable).with_source("connection reset");
+    /// assert_eq!(error.source().map(ToString::to_string).as_deref(), Some("connection reset"));
+    /// ```
     #[must_use]
     pub fn with_source(mut self, source: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
         self.0.source = Some(source.into());
@@ -125,6 +162,14 @@ impl LockError {
 
     /// Marks the outcome as unknown: the change may or may not have been committed, and whatever it
     /// was may stay in force for at most this long, counted from now.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// use syncguard::{ErrorCode, LockError};
+    ///
+    /// let error = LockError::new(ErrorCode::NetworkTimeout).with_unknown_outcome(Duration::from_secs(31));
+    /// assert!(error.is_outcome_unknown());
+    /// ```
     #[must_use]
     pub fn with_unknown_outcome(mut self, may_be_held_for: Duration) -> Self {
         self.0.may_be_held_for = Some(may_be_held_for);
@@ -133,6 +178,13 @@ impl LockError {
 
     /// Marks an error that certainly changed nothing and comes from other sessions' locks, so that
     /// a waiting `lock` may try again (40001, 40P01, 55P03).
+    ///
+    /// ```
+    /// use syncguard::{ErrorCode, LockError};
+    ///
+    /// let error = LockError::new(ErrorCode::ServiceUnavailable).with_contention();
+    /// assert!(error.is_contention());
+    /// ```
     #[must_use]
     pub fn with_contention(mut self) -> Self {
         self.0.contention = true;
@@ -140,18 +192,39 @@ impl LockError {
     }
 
     /// What kind of failure this is.
+    ///
+    /// ```
+    /// use syncguard::{ErrorCode, LockClient, LockOptions, MemoryBackend};
+    ///
+    /// let client = LockClient::new(MemoryBackend::new());
+    /// let error = client.lock("").unwrap_err(); // a key has at least one byte
+    /// assert_eq!(error.code(), ErrorCode::InvalidArgument);
+    /// ```
     #[must_use]
     pub fn code(&self) -> ErrorCode {
         self.0.code
     }
 
     /// The key of the failed call, where it had one.
+    ///
+    /// ```
+    /// use syncguard::{ErrorCode, LockError};
+    ///
+    /// let error = LockError::new(ErrorCode::Internal).with_key("report");
+    /// assert_eq!(error.key(), Some("report"));
+    /// ```
     #[must_use]
     pub fn key(&self) -> Option<&str> {
         self.0.key.as_deref()
     }
 
     /// The lock id of the failed call: the one passed in, or the one an acquire had chosen.
+    ///
+    /// ```
+    /// use syncguard::{ErrorCode, LockError};
+    ///
+    /// assert_eq!(LockError::new(ErrorCode::Internal).lock_id(), None);
+    /// ```
     #[must_use]
     pub fn lock_id(&self) -> Option<&str> {
         self.0.lock_id.as_deref()
@@ -159,6 +232,16 @@ impl LockError {
 
     /// Whether the outcome is unknown: the server may have carried the change out although no
     /// answer came. `false` means that certainly nothing was changed.
+    ///
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// if let Err(error) = client.lock("report") {
+    ///     if error.is_outcome_unknown() {
+    ///         eprintln!("another try may have to wait: {}", error.chain());
+    ///     }
+    /// }
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     #[must_use]
     pub fn is_outcome_unknown(&self) -> bool {
         self.0.may_be_held_for.is_some()
@@ -167,12 +250,26 @@ impl LockError {
     /// For an unknown outcome: how long, from the moment of the error, the key may stay held by
     /// this attempt if nobody releases it. [`Duration::MAX`] where that is up to the lease's own
     /// end, which a release by lock id does not know.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// use syncguard::{ErrorCode, LockError};
+    ///
+    /// let error = LockError::new(ErrorCode::NetworkTimeout).with_unknown_outcome(Duration::from_secs(31));
+    /// assert_eq!(error.may_be_held_for(), Some(Duration::from_secs(31)));
+    /// ```
     #[must_use]
     pub fn may_be_held_for(&self) -> Option<Duration> {
         self.0.may_be_held_for
     }
 
     /// Whether this is contention in an error's clothes; see [`LockError::with_contention`].
+    ///
+    /// ```
+    /// use syncguard::{ErrorCode, LockError};
+    ///
+    /// assert!(!LockError::new(ErrorCode::Internal).is_contention());
+    /// ```
     #[must_use]
     pub fn is_contention(&self) -> bool {
         self.0.contention
@@ -186,6 +283,14 @@ impl LockError {
 
     /// The SQLSTATE that the server answered with, where it answered
     /// (<https://www.postgresql.org/docs/current/errcodes-appendix.html>).
+    ///
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// if let Err(error) = client.lock("report") {
+    ///     eprintln!("{:?}", error.sqlstate()); // Some("42501"), for example: a right is missing
+    /// }
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     #[must_use]
     pub fn sqlstate(&self) -> Option<&str> {
         self.0.sqlstate.as_deref()

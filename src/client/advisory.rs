@@ -8,13 +8,15 @@ impl PgLockClient {
     /// Tries once to take a session lock, with default options. See
     /// [`try_advisory_lock_with`](Self::try_advisory_lock_with).
     ///
-    /// # Blocking
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// use syncguard::AdvisoryKey;
     ///
-    /// At most `operation_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// By the client's token.
+    /// if let Some(guard) = client.try_advisory_lock(&AdvisoryKey::from_text("migrate"))? {
+    ///     guard.release()?;
+    /// }
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     pub fn try_advisory_lock(&self, key: &AdvisoryKey) -> Result<Option<AdvisoryGuard>> {
         self.try_advisory_lock_with(key, &AdvisoryOptions::new())
     }
@@ -45,14 +47,6 @@ impl PgLockClient {
     /// `InvalidArgument` behind a transaction pooler or on a server whose advisory functions are
     /// stubs, as a self-test at the client's first session lock finds out. After an error nothing is
     /// held: a connection in doubt was closed, and its lock ends when the server notices.
-    ///
-    /// # Blocking
-    ///
-    /// At most `operation_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// By the client's token and that of the options.
     pub fn try_advisory_lock_with(
         &self,
         key: &AdvisoryKey,
@@ -66,13 +60,14 @@ impl PgLockClient {
     /// Waits for a session lock, with default options: at most 5 s. See
     /// [`advisory_lock_with`](Self::advisory_lock_with).
     ///
-    /// # Blocking
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// use syncguard::AdvisoryKey;
     ///
-    /// At most the default `timeout`, 5 s.
-    ///
-    /// # Cancellation
-    ///
-    /// By the client's token: a sleeping waiter wakes at once.
+    /// let guard = client.advisory_lock(&AdvisoryKey::from_text("migrate"))?;
+    /// assert!(guard.is_held());
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     pub fn advisory_lock(&self, key: &AdvisoryKey) -> Result<AdvisoryGuard> {
         self.advisory_lock_with(key, &AdvisoryOptions::new())
     }
@@ -83,18 +78,20 @@ impl PgLockClient {
     /// processes chance decides. A waiter keeps no connection and no statement waits in the server: it
     /// asks again after pauses of at most 50 ms.
     ///
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// # use std::time::Duration;
+    /// use syncguard::{AdvisoryKey, AdvisoryOptions};
+    ///
+    /// let patient = AdvisoryOptions::new().timeout(Duration::from_secs(60));
+    /// let guard = client.advisory_lock_with(&AdvisoryKey::from_text("migrate"), &patient)?;
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    ///
     /// # Errors
     ///
     /// `AcquisitionTimeout` when the timeout is over, `Aborted` when a token fired or the client was
     /// closed, and those of a try, at once.
-    ///
-    /// # Blocking
-    ///
-    /// At most `timeout`; without a limit with `wait_forever`.
-    ///
-    /// # Cancellation
-    ///
-    /// By the client's token and that of the options: a sleeping waiter wakes at once.
     pub fn advisory_lock_with(&self, key: &AdvisoryKey, options: &AdvisoryOptions) -> Result<AdvisoryGuard> {
         self.locks.check_process()?;
         let merged = self.locks.cancellable(options.token());
@@ -104,13 +101,13 @@ impl PgLockClient {
     /// The sessions that hold advisory locks of this database, whatever program took them. The role
     /// sees names and states of its own sessions; of others' with `pg_read_all_stats`.
     ///
-    /// # Blocking
-    ///
-    /// At most `operation_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// By the client's token.
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// for session in client.advisory_holders()? {
+    ///     println!("{} is held by the server process {}", session.key, session.pid);
+    /// }
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     pub fn advisory_holders(&self) -> Result<Vec<AdvisorySession>> {
         self.sessions.sessions(true, &self.locks.token)
     }
@@ -118,13 +115,11 @@ impl PgLockClient {
     /// The sessions that wait in the server for advisory locks of this database. Waiters of this
     /// library wait in their own process and are not among them, but for acquires of leases.
     ///
-    /// # Blocking
-    ///
-    /// At most `operation_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// By the client's token.
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// let waiting = client.advisory_waiters()?.len();
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     pub fn advisory_waiters(&self) -> Result<Vec<AdvisorySession>> {
         self.sessions.sessions(false, &self.locks.token)
     }
@@ -135,17 +130,19 @@ impl PgLockClient {
     /// Needs the role of that session, or membership in `pg_signal_backend`; a superuser's session
     /// only a superuser can end.
     ///
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// for stuck in client.advisory_holders()? {
+    ///     if stuck.state.as_deref() == Some("idle in transaction") {
+    ///         client.terminate_advisory_session(stuck.pid)?;
+    ///     }
+    /// }
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    ///
     /// # Errors
     ///
     /// `AuthFailed` without that right.
-    ///
-    /// # Blocking
-    ///
-    /// At most `operation_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// By the client's token.
     pub fn terminate_advisory_session(&self, pid: i32) -> Result<bool> {
         self.sessions.terminate(pid, &self.locks.token)
     }

@@ -22,6 +22,15 @@ use crate::threads::Foreign;
 
 /// What a [`PgLockClient`] is built with. Setters never fail: what is wrong is said by
 /// [`connect`](Self::connect) and its kin, before anything is sent.
+///
+/// # Blocking
+///
+/// `connect`, `connect_with` and `build` create the tables: at most 6 × `operation_timeout`. With
+/// [`auto_create_tables(false)`](Self::auto_create_tables) they do no I/O.
+///
+/// # Cancellation
+///
+/// No token ends them.
 #[derive(Clone)]
 #[allow(clippy::struct_excessive_bools, reason = "each is a choice of its own")]
 #[must_use = "a builder does nothing until connect, connect_with or build is called"]
@@ -66,12 +75,22 @@ impl Default for PgLockClientBuilder {
 impl PgLockClientBuilder {
     /// The table of the leases. Letters, digits and underscores, at most 63, taken as given (mixed
     /// case stays). Default `syncguard_locks`.
+    ///
+    /// ```
+    /// let builder = syncguard::PgLockClient::builder().table_name("billing_locks");
+    /// ```
     pub fn table_name(mut self, name: impl Into<String>) -> Self {
         self.table_name = Some(name.into());
         self
     }
 
     /// The table of the fence counters; another than the leases'. Default `syncguard_fence_counters`.
+    ///
+    /// ```
+    /// let builder = syncguard::PgLockClient::builder()
+    ///     .table_name("billing_locks")
+    ///     .fence_table_name("billing_fences");
+    /// ```
     pub fn fence_table_name(mut self, name: impl Into<String>) -> Self {
         self.fence_table_name = Some(name.into());
         self
@@ -85,6 +104,10 @@ impl PgLockClientBuilder {
     /// the role's name, each role finds tables of its own, and two programs hold the same key. A client
     /// without `schema` logs a warning about it at its first use; where the tables were found or made is
     /// logged at info level.
+    ///
+    /// ```
+    /// let builder = syncguard::PgLockClient::builder().schema("locks");
+    /// ```
     pub fn schema(mut self, name: impl Into<String>) -> Self {
         self.schema = Some(name.into());
         self
@@ -92,6 +115,11 @@ impl PgLockClientBuilder {
 
     /// Whether building the client creates missing tables. Default true. With `false` building does
     /// no I/O at all, and the tables come from a migration (`schema.sql`): the usual choice in production.
+    ///
+    /// ```
+    /// // The tables come from a migration that runs schema.sql.
+    /// let builder = syncguard::PgLockClient::builder().auto_create_tables(false);
+    /// ```
     pub fn auto_create_tables(mut self, create: bool) -> Self {
         self.auto_create_tables = create;
         self
@@ -99,6 +127,10 @@ impl PgLockClientBuilder {
 
     /// Whether a new fence counter notes the caller's key in `key_debug`. Default true, as other
     /// SyncGuard clients do. Counters are kept for ever, so `false` where keys are personal data.
+    ///
+    /// ```
+    /// let builder = syncguard::PgLockClient::builder().store_key_debug(false);
+    /// ```
     pub fn store_key_debug(mut self, store: bool) -> Self {
         self.store_key_debug = store;
         self
@@ -112,6 +144,10 @@ impl PgLockClientBuilder {
     /// late release or extend finds nothing rather than an expired row, which telemetry reports as
     /// `not-found` instead of `expired`. Tests must not rely on expired rows staying. A cron job
     /// with [`Operator::cleanup_expired`](crate::Operator::cleanup_expired) does the same without these.
+    ///
+    /// ```
+    /// let builder = syncguard::PgLockClient::builder().cleanup_in_is_locked(true);
+    /// ```
     pub fn cleanup_in_is_locked(mut self, cleanup: bool) -> Self {
         self.cleanup_in_is_locked = cleanup;
         self
@@ -119,6 +155,10 @@ impl PgLockClientBuilder {
 
     /// The most connections of the client's own pool, without the one kept for renewals. Default 10,
     /// at least 1; more than 10,000 count as 10,000. Waiting for a lock occupies no connection.
+    ///
+    /// ```
+    /// let builder = syncguard::PgLockClient::builder().max_connections(4);
+    /// ```
     pub fn max_connections(mut self, max: u32) -> Self {
         self.max_connections = max;
         self
@@ -127,12 +167,22 @@ impl PgLockClientBuilder {
     /// How long one call waits for a free connection, or for a new one, at most. Default 5 s. It is
     /// part of the call's own time, not added to it. Name server, handshakes and every host of a
     /// list are within it.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// let builder = syncguard::PgLockClient::builder().connection_timeout(Duration::from_secs(2));
+    /// ```
     pub fn connection_timeout(mut self, timeout: Duration) -> Self {
         self.connection_timeout = timeout;
         self
     }
 
     /// How long a single operation may take in all. Default 5 s, at least 1 ms.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// let builder = syncguard::PgLockClient::builder().operation_timeout(Duration::from_secs(2));
+    /// ```
     pub fn operation_timeout(mut self, timeout: Duration) -> Self {
         self.operation_timeout = timeout;
         self
@@ -146,6 +196,10 @@ impl PgLockClientBuilder {
     /// `max_connections`, and one thread; both end 5 s after the last such wait. With `false`, over a
     /// caller's pool, behind a pooler that shares sessions, and for waits beyond 256 keys at a time,
     /// waiters look instead, as [`LockOptions::wake_ups`](crate::LockOptions::wake_ups) says.
+    ///
+    /// ```
+    /// let builder = syncguard::PgLockClient::builder().wake_ups(false);
+    /// ```
     pub fn wake_ups(mut self, wake_ups: bool) -> Self {
         self.wake_ups = wake_ups;
         self
@@ -153,18 +207,34 @@ impl PgLockClientBuilder {
 
     /// How long dropping a guard may take. Default 5 s. What is not released by then is released by
     /// the worker, or ends with its ttl.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// let builder = syncguard::PgLockClient::builder().drop_timeout(Duration::from_secs(1));
+    /// ```
     pub fn drop_timeout(mut self, timeout: Duration) -> Self {
         self.dispose_timeout = timeout;
         self
     }
 
     /// [`drop_timeout`](Self::drop_timeout), by the name that other SyncGuard clients have for it.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// let builder = syncguard::PgLockClient::builder().dispose_timeout(Duration::from_secs(1));
+    /// ```
     pub fn dispose_timeout(self, timeout: Duration) -> Self {
         self.drop_timeout(timeout)
     }
 
     /// Called when an automatic release failed. Without it such failures are logged as warnings, in
     /// debug builds and with `SYNCGUARD_DEBUG=true`, without key and lock id. Set it in production.
+    ///
+    /// ```
+    /// let builder = syncguard::PgLockClient::builder().on_release_error(|error, context| {
+    ///     eprintln!("{} could not be released: {}", context.source.as_str(), error.chain());
+    /// });
+    /// ```
     pub fn on_release_error(
         mut self,
         callback: impl Fn(&LockError, &ReleaseErrorContext) + Send + Sync + 'static,
@@ -175,6 +245,13 @@ impl PgLockClientBuilder {
 
     /// Has every operation reported as an event. Without it nothing is computed and no thread runs.
     /// [`PgLockClient::telemetry`] then counts what was delivered and what was dropped.
+    ///
+    /// ```
+    /// use syncguard::{PgLockClient, TelemetryOptions};
+    ///
+    /// let options = TelemetryOptions::new(|event| println!("{} {}", event.operation, event.result));
+    /// let builder = PgLockClient::builder().telemetry(options);
+    /// ```
     pub fn telemetry(mut self, options: TelemetryOptions) -> Self {
         self.telemetry = Some(options);
         self
@@ -182,6 +259,13 @@ impl PgLockClientBuilder {
 
     /// For [`build`](Self::build): how to open a connection of the client's own for renewals, so
     /// that the caller's pool keeps all of its own.
+    ///
+    /// ```no_run
+    /// use postgres::{Config, NoTls};
+    ///
+    /// let config: Config = "host=db.example user=app dbname=app".parse().unwrap();
+    /// let builder = syncguard::PgLockClient::builder().maintenance(config, NoTls);
+    /// ```
     pub fn maintenance<T>(mut self, config: Config, tls: T) -> Self
     where
         T: MakeTlsConnect<Socket> + Clone + Send + Sync + 'static,
@@ -201,13 +285,12 @@ impl PgLockClientBuilder {
     /// [`auto_create_tables(false)`](Self::auto_create_tables) it does no I/O and fails only with
     /// `InvalidArgument`.
     ///
-    /// # Blocking
-    ///
-    /// At most 6 × `operation_timeout`, to create the tables; not at all without `auto_create_tables`.
-    ///
-    /// # Cancellation
-    ///
-    /// None.
+    /// ```no_run
+    /// let client = syncguard::PgLockClient::builder()
+    ///     .schema("locks")
+    ///     .connect("postgresql://app@db.example/app")?;
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     pub fn connect(self, url: &str) -> Result<PgLockClient> {
         let names = self.check()?;
         let connector = Connector::new(&parse_url(url)?, NoTls, self.operation_timeout)?;
@@ -221,13 +304,13 @@ impl PgLockClientBuilder {
     /// configuration's notice callback is replaced. Hosts are tried and errors are those of
     /// [`PgLockClient::connect`]; `sslmode` is about TCP, a Unix socket is never encrypted.
     ///
-    /// # Blocking
+    /// ```no_run
+    /// use postgres::{Config, NoTls};
     ///
-    /// At most 6 × `operation_timeout`, to create the tables; not at all without `auto_create_tables`.
-    ///
-    /// # Cancellation
-    ///
-    /// None.
+    /// let config: Config = "host=db.example user=app dbname=app".parse().unwrap();
+    /// let client = syncguard::PgLockClient::builder().connect_with(config, NoTls)?;
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     #[expect(clippy::needless_pass_by_value, reason = "part of the public interface")]
     pub fn connect_with<T>(self, config: Config, tls: T) -> Result<PgLockClient>
     where
@@ -258,20 +341,22 @@ impl PgLockClientBuilder {
     /// Set the pool's `test_on_check_out(false)`: the test costs a round trip each time, and stale
     /// connections are replaced anyway.
     ///
+    /// ```no_run
+    /// use postgres::NoTls;
+    /// use syncguard::{r2d2, r2d2_postgres::PostgresConnectionManager};
+    ///
+    /// let config = "host=db.example user=app dbname=app".parse().unwrap();
+    /// let manager = PostgresConnectionManager::new(config, NoTls);
+    /// let pool = r2d2::Pool::builder().test_on_check_out(false).build(manager).unwrap();
+    /// let client = syncguard::PgLockClient::builder().build(pool)?;
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    ///
     /// # Errors
     ///
     /// `InvalidArgument` for settings that cannot be; those of [`PgLockClient::setup_schema`], unless
     /// [`auto_create_tables(false)`](Self::auto_create_tables) leaves that out; `RateLimited` when the
     /// pool has no connection free in time, `ServiceUnavailable` when it cannot open one.
-    ///
-    /// # Blocking
-    ///
-    /// At most 6 × `operation_timeout`, to create the tables; not at all without `auto_create_tables`. What
-    /// [`PgLockClient`] says of a caller's pool holds here, too.
-    ///
-    /// # Cancellation
-    ///
-    /// None.
     pub fn build<M>(self, pool: r2d2::Pool<M>) -> Result<PgLockClient>
     where
         M: ManageConnection<Connection = Client>,

@@ -24,6 +24,17 @@ impl LockGuard {
     /// check fails, even if the same key has the same fence there: the lease's row must carry this
     /// guard's lock id.
     ///
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// # let mut connection = postgres::Client::connect("postgresql://app@db.example/app", postgres::NoTls).unwrap();
+    /// let guard = client.lock("account:7")?;
+    /// let mut transaction = connection.transaction().unwrap();
+    /// guard.fence_transaction(&mut transaction)?; // first of all
+    /// transaction.execute("UPDATE account SET balance = balance - 5 WHERE id = 7", &[]).unwrap();
+    /// transaction.commit().unwrap();
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    ///
     /// # Errors
     ///
     /// `Aborted` when the lease is over; `InvalidArgument` in a READ ONLY transaction, or in a child
@@ -38,7 +49,7 @@ impl LockGuard {
     ///
     /// # Cancellation
     ///
-    /// None.
+    /// By nothing: the connection is the caller's.
     pub fn fence_transaction(&self, transaction: &mut postgres::Transaction<'_>) -> Result<()> {
         self.check_process()?;
         assert_fence(&**self.backend(), transaction, self.key(), self.fence(), Some(self.lock_id()))

@@ -43,12 +43,30 @@ pub use builder::PgLockClientBuilder;
 ///
 /// # Blocking
 ///
-/// Every call is bounded by its options. On TCP connections of the client's own, encrypted or not,
+/// | calls | at most |
+/// | --- | --- |
+/// | `lock`, `advisory_lock` and their kin | `timeout` of the options, 5 s by default, waiting for a connection and connecting included; forever with `wait_forever` |
+/// | `with_lock` | that, the time of its closure, and `drop_timeout` |
+/// | `connect`, `setup_schema` | 6 × `operation_timeout`: others may be creating the same tables |
+/// | `close`, `assert_fence` | as they say |
+/// | all others | `operation_timeout` |
+///
+/// On TCP connections of the client's own, encrypted or not,
 /// the client enforces that itself, whatever the network does. On **Unix sockets**, and on a
 /// **caller's pool**, the driver offers no way to stop waiting: there the server's own limits
 /// (`lock_timeout`, `statement_timeout`) end every wait but that for a server that has stopped, or a
 /// `COMMIT` that waits for a standby. Opening a connection, name resolution included, is within the
 /// call's own time everywhere.
+///
+/// # Cancellation
+///
+/// The token of [`cancellable`](Self::cancellable), and that of the options, end a call with
+/// [`Aborted`](crate::ErrorCode::Aborted): a sleeping waiter wakes at once; a thread blocked in the server
+/// returns well within half a second, since its connection is cut and the server is asked to cancel the
+/// statement. Then nothing was changed, unless the error says that its outcome is unknown. No token ends the
+/// closure of `with_lock` or its release, and none ends `connect`, `setup_schema`, `assert_fence` and `close`.
+///
+/// # Threads, runtimes, forks
 ///
 /// These are calls for ordinary threads. Inside an async runtime use `spawn_blocking`; elsewhere in
 /// a runtime they fail with [`InvalidArgument`](crate::ErrorCode::InvalidArgument): the driver panics
@@ -77,23 +95,34 @@ impl PgLockClient {
     /// [`target_session_attrs`](https://www.postgresql.org/docs/current/libpq-connect.html#LIBPQ-CONNECT-TARGET-SESSION-ATTRS)
     /// says `read-only`; a lone host is not asked for its role. `docs/operations.md` has more.
     ///
+    /// ```no_run
+    /// use syncguard::PgLockClient;
+    ///
+    /// let client = PgLockClient::connect("host=db.example dbname=app user=app")?;
+    /// let guard = client.lock("payment:42")?;
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    ///
     /// # Errors
     ///
     /// `InvalidArgument` for a connection string that cannot be read, `ServiceUnavailable` (also when
     /// no host is the primary), `AuthFailed` or `NetworkTimeout` when the server cannot be used.
-    ///
-    /// # Blocking
-    ///
-    /// At most 6 × `operation_timeout`: as [`setup_schema`](Self::setup_schema).
-    ///
-    /// # Cancellation
-    ///
-    /// None.
     pub fn connect(url: &str) -> Result<Self> {
         Self::builder().connect(url)
     }
 
     /// A builder with the defaults.
+    ///
+    /// ```no_run
+    /// # use std::time::Duration;
+    /// use syncguard::PgLockClient;
+    ///
+    /// let client = PgLockClient::builder()
+    ///     .schema("locks")
+    ///     .operation_timeout(Duration::from_secs(2))
+    ///     .connect("postgresql://app@db.example/app")?;
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     pub fn builder() -> PgLockClientBuilder {
         PgLockClientBuilder::default()
     }
@@ -101,53 +130,59 @@ impl PgLockClient {
     /// Waits for the lock with default options: at most 5 s, then a lease of 30 s that is renewed
     /// until the guard is dropped. See [`lock_with`](Self::lock_with).
     ///
-    /// # Blocking
-    ///
-    /// At most the default `timeout`, 5 s, waiting for a connection and connecting included.
-    ///
-    /// # Cancellation
-    ///
-    /// As [`lock_with`](Self::lock_with).
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// let guard = client.lock("payment:42")?;
+    /// println!("no other process works on payment 42; the fencing token is {}", guard.fence());
+    /// guard.release()?;
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     pub fn lock(&self, key: &str) -> Result<LockGuard> {
         self.locks.lock(key)
     }
 
     /// Waits for the lock. See [`LockClient::lock_with`], also for errors and what may remain held.
     ///
-    /// # Blocking
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// # use std::time::Duration;
+    /// use syncguard::LockOptions;
     ///
-    /// At most `timeout`, waiting for a connection and connecting included; for ever with `wait_forever`.
-    ///
-    /// # Cancellation
-    ///
-    /// A sleeping waiter wakes at once. A thread blocked in the server returns well within half a
-    /// second: its connection is cut, and the server is asked to cancel the statement.
+    /// let patient = LockOptions::new().timeout(Duration::from_secs(60));
+    /// let guard = client.lock_with("report", &patient)?;
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     pub fn lock_with(&self, key: &str, options: &LockOptions) -> Result<LockGuard> {
         self.locks.lock_with(key, options)
     }
 
-    /// Tries once, with default options. `None` if somebody else holds the key.
+    /// Tries once, with default options. `None` if another process or thread holds the key.
     ///
-    /// # Blocking
-    ///
-    /// At most `operation_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// As [`lock_with`](Self::lock_with).
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// match client.try_lock("report")? {
+    ///     Some(guard) => println!("mine, with the fencing token {}", guard.fence()),
+    ///     None => println!("another process makes the report"),
+    /// }
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     pub fn try_lock(&self, key: &str) -> Result<Option<LockGuard>> {
         self.locks.try_lock(key)
     }
 
     /// Tries once. See [`LockClient::try_lock_with`].
     ///
-    /// # Blocking
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// # use std::time::Duration;
+    /// use syncguard::LockOptions;
     ///
-    /// At most `operation_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// As [`lock_with`](Self::lock_with).
+    /// let short = LockOptions::new().ttl(Duration::from_secs(10));
+    /// if let Some(guard) = client.try_lock_with("report", &short)? {
+    ///     assert!(guard.is_held());
+    /// }
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     pub fn try_lock_with(&self, key: &str, options: &LockOptions) -> Result<Option<LockGuard>> {
         self.locks.try_lock_with(key, options)
     }
@@ -155,13 +190,15 @@ impl PgLockClient {
     /// Runs `work` under the lock; its value reaches the caller whatever the release does. See
     /// [`LockClient::with_lock`].
     ///
-    /// # Blocking
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// use syncguard::LockOptions;
     ///
-    /// At most `timeout`, the time of `work`, and `dispose_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// Ends the wait, not `work`, and not the release.
+    /// let rows: u64 = client.with_lock("import", &LockOptions::new(), |guard| {
+    ///     if guard.is_held() { 4711 } else { 0 }
+    /// })?;
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     pub fn with_lock<T>(
         &self,
         key: &str,
@@ -174,32 +211,38 @@ impl PgLockClient {
     /// One attempt to take the key, without a guard: nothing renews it, nothing releases it. The
     /// expiry in the answer was computed by the server, from its clock, after all waits.
     ///
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// # use std::time::Duration;
+    /// if let Some(lease) = client.acquire("report", Duration::from_secs(30))?.acquired() {
+    ///     println!("held until {} ms of the server's clock", lease.expires_at_ms);
+    ///     client.release(&lease.lock_id)?;
+    /// }
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    ///
     /// # Errors
     ///
     /// After an unknown outcome ([`is_outcome_unknown`](crate::LockError::is_outcome_unknown)) the key may be held under
     /// [`lock_id`](crate::LockError::lock_id); the client's worker goes on releasing it until that lease would be over.
-    ///
-    /// # Blocking
-    ///
-    /// At most `operation_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// By the client's token, see [`cancellable`](Self::cancellable).
     pub fn acquire(&self, key: &str, ttl: Duration) -> Result<AcquireResult> {
         self.locks.acquire(key, ttl)
     }
 
-    /// Lets go of the lease with this id. Harmless if it is not held. After an error the lease may
-    /// stay held until its ttl is over.
+    /// Lets go of the lease with this id. Harmless if it is not held. After an error, and where a token ended
+    /// the call, the lease may stay held until its ttl is over.
     ///
-    /// # Blocking
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// # let lock_id = "AAAAAAAAAAAAAAAAAAAAAA";
+    /// use syncguard::ReleaseResult;
     ///
-    /// At most `operation_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// By the client's token: then the lease stays held.
+    /// match client.release(lock_id)? {
+    ///     ReleaseResult::Released => println!("it was ours until now"),
+    ///     ReleaseResult::NotHeld => println!("its time was over before"),
+    /// }
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     pub fn release(&self, lock_id: &str) -> Result<ReleaseResult> {
         self.locks.release(lock_id)
     }
@@ -212,26 +255,31 @@ impl PgLockClient {
     ///
     /// Not a way to ask who owns a lock: it moves the lease's end. Use [`owns`](Self::owns) for display.
     ///
-    /// # Blocking
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// # use std::time::Duration;
+    /// # let lock_id = "AAAAAAAAAAAAAAAAAAAAAA";
+    /// use syncguard::ExtendResult;
     ///
-    /// At most `operation_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// By the client's token: then the lease's end has not moved.
+    /// match client.extend(lock_id, Duration::from_secs(30))? {
+    ///     ExtendResult::Extended { expires_at_ms } => println!("held until {expires_at_ms}"),
+    ///     ExtendResult::NotHeld => println!("lost: stop working"),
+    /// }
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     pub fn extend(&self, lock_id: &str, ttl: Duration) -> Result<ExtendResult> {
         self.locks.extend(lock_id, ttl)
     }
 
-    /// Whether somebody holds the key. For display: it may have changed when you read the answer.
+    /// Whether the key is held. For display: it may have changed when you read the answer.
     ///
-    /// # Blocking
-    ///
-    /// At most `operation_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// By the client's token.
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// if client.is_locked("report")? {
+    ///     println!("the report is being made");
+    /// }
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     pub fn is_locked(&self, key: &str) -> Result<bool> {
         self.locks.is_locked(key)
     }
@@ -239,43 +287,43 @@ impl PgLockClient {
     /// The live lease of a key, or with an id. For diagnosis, never to decide whether to release or
     /// extend: those check for themselves.
     ///
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// use syncguard::Lookup;
+    ///
+    /// if let Some(lease) = client.lookup(Lookup::Key("report"))? {
+    ///     println!("held since {} under the fencing token {}", lease.acquired_at_ms, lease.fence);
+    /// }
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    ///
     /// # Errors
     ///
     /// As those of [`is_locked`](Self::is_locked).
-    ///
-    /// # Blocking
-    ///
-    /// At most `operation_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// By the client's token.
     pub fn lookup(&self, what: Lookup<'_>) -> Result<Option<LockInfo>> {
         self.locks.lookup(what)
     }
 
     /// The live lease of this key. See [`lookup`](Self::lookup).
     ///
-    /// # Blocking
-    ///
-    /// At most `operation_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// By the client's token.
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// let lease = client.get_by_key("report")?;
+    /// println!("{lease:?}"); // hashes only
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     pub fn get_by_key(&self, key: &str) -> Result<Option<LockInfo>> {
         self.locks.get_by_key(key)
     }
 
     /// The live lease with this id. See [`lookup`](Self::lookup).
     ///
-    /// # Blocking
-    ///
-    /// At most `operation_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// By the client's token.
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// # let lock_id = "AAAAAAAAAAAAAAAAAAAAAA";
+    /// let still_there = client.get_by_id(lock_id)?.is_some();
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     pub fn get_by_id(&self, lock_id: &str) -> Result<Option<LockInfo>> {
         self.locks.get_by_id(lock_id)
     }
@@ -283,13 +331,13 @@ impl PgLockClient {
     /// The live lease of this key, with raw key and lock id: **sensitive**, for debugging.
     /// See [`lookup`](Self::lookup).
     ///
-    /// # Blocking
-    ///
-    /// At most `operation_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// By the client's token.
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// if let Some(lease) = client.get_by_key_raw("report")? {
+    ///     client.release(&lease.lock_id)?; // by hand, when its holder is known to be dead
+    /// }
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     pub fn get_by_key_raw(&self, key: &str) -> Result<Option<LockInfoRaw>> {
         self.locks.get_by_key_raw(key)
     }
@@ -297,26 +345,26 @@ impl PgLockClient {
     /// The live lease with this id, with raw key and lock id: **sensitive**, for debugging.
     /// See [`lookup`](Self::lookup).
     ///
-    /// # Blocking
-    ///
-    /// At most `operation_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// By the client's token.
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// # let lock_id = "AAAAAAAAAAAAAAAAAAAAAA";
+    /// let key: Option<String> = client.get_by_id_raw(lock_id)?.map(|lease| lease.key);
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     pub fn get_by_id_raw(&self, lock_id: &str) -> Result<Option<LockInfoRaw>> {
         self.locks.get_by_id_raw(lock_id)
     }
 
     /// Whether a live lease has this id. For display; see [`lookup`](Self::lookup).
     ///
-    /// # Blocking
-    ///
-    /// At most `operation_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// By the client's token.
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// # let lock_id = "AAAAAAAAAAAAAAAAAAAAAA";
+    /// if !client.owns(lock_id)? {
+    ///     println!("that lease is over");
+    /// }
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     pub fn owns(&self, lock_id: &str) -> Result<bool> {
         self.locks.owns(lock_id)
     }
@@ -325,6 +373,17 @@ impl PgLockClient {
     ///
     /// An operation with a token takes two round trips instead of one, so that the token can be
     /// checked between the read and the write.
+    ///
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// use syncguard::CancelToken;
+    ///
+    /// let shutdown = CancelToken::new();
+    /// let request = client.cancellable(&shutdown);
+    /// // On another thread, shutdown.cancel() ends this wait with `Aborted`.
+    /// let guard = request.lock("report")?;
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     #[must_use]
     pub fn cancellable(&self, token: &CancelToken) -> Self {
         Self {
@@ -336,6 +395,13 @@ impl PgLockClient {
     }
 
     /// Backend `postgres`, fencing, time authority `server`.
+    ///
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// assert_eq!(client.capabilities().backend, "postgres");
+    /// assert!(client.capabilities().supports_fencing);
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     #[must_use]
     pub fn capabilities(&self) -> Capabilities {
         self.locks.capabilities()
@@ -345,19 +411,19 @@ impl PgLockClient {
     /// times and from many processes at once; does nothing, and needs no right to create, where
     /// nothing is missing.
     ///
+    /// ```no_run
+    /// let client = syncguard::PgLockClient::builder()
+    ///     .auto_create_tables(false)
+    ///     .connect("postgresql://owner@db.example/app")?;
+    /// client.setup_schema()?;
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    ///
     /// # Errors
     ///
     /// `AuthFailed` when something is missing and the role may not create it, `InvalidArgument` for
     /// a schema that does not exist, a database that is not UTF8, or tables whose indexes may be out of
     /// the order of their collation (the text names the commands; see `docs/operations.md`).
-    ///
-    /// # Blocking
-    ///
-    /// At most 6 × `operation_timeout`: others may be creating the same tables.
-    ///
-    /// # Cancellation
-    ///
-    /// None.
     pub fn setup_schema(&self) -> Result<()> {
         self.leases.set_up()
     }
@@ -372,14 +438,22 @@ impl PgLockClient {
     /// passes. A guard's check compares the lock id as well; where only key and fence are at hand, make
     /// sure that the connection is to the database that granted them.
     ///
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// # let mut connection = postgres::Client::connect("postgresql://app@db.example/app", postgres::NoTls).unwrap();
+    /// use syncguard::Fence;
+    ///
+    /// let fence: Fence = "000000000000042".parse()?; // came with the job, from whoever holds the lock
+    /// let mut transaction = connection.transaction().unwrap();
+    /// client.assert_fence(&mut transaction, "account:7", fence)?; // first of all
+    /// transaction.commit().unwrap();
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    ///
     /// # Blocking
     ///
     /// At most `operation_timeout` to find the tables, where this client has not used them so far; then as
     /// long as the transaction's own statements may, by its `lock_timeout` and `statement_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// None.
     pub fn assert_fence(
         &self,
         transaction: &mut postgres::Transaction<'_>,
@@ -389,7 +463,13 @@ impl PgLockClient {
         fence::assert_fence(&*self.leases, transaction, key, fence, None)
     }
 
-    /// The operator's view: who holds what, counts, waiters, clean-up, breaking a lock.
+    /// The operator's view: which leases there are, counts, waiters, cleanup, breaking a lock.
+    ///
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// println!("{:?}", client.operator().counts()?);
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     #[must_use]
     pub fn operator(&self) -> Operator {
         Operator::new(Arc::clone(&self.leases))
@@ -398,6 +478,16 @@ impl PgLockClient {
     /// What became of this client's events: how many the callback has had, how many were dropped, and
     /// a way to wait for those that are on their way. `None` for a client that was built without
     /// [`telemetry`](PgLockClientBuilder::telemetry).
+    ///
+    /// ```no_run
+    /// use syncguard::{PgLockClient, TelemetryOptions};
+    ///
+    /// let client = PgLockClient::builder()
+    ///     .telemetry(TelemetryOptions::new(|event| println!("{} {}", event.operation, event.result)))
+    ///     .connect("postgresql://app@db.example/app")?;
+    /// let dropped = client.telemetry().map_or(0, |events| events.dropped());
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     #[must_use]
     pub fn telemetry(&self) -> Option<&TelemetryHandle> {
         self.telemetry.as_ref()
@@ -408,13 +498,19 @@ impl PgLockClient {
     /// a telemetry callback are waited for, for at most
     /// [`flush_timeout`](crate::TelemetryOptions::flush_timeout): the program may end next.
     ///
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// # use std::time::Duration;
+    /// let report = client.close(Duration::from_secs(10))?;
+    /// if !report.is_clean() {
+    ///     eprintln!("{report:?}");
+    /// }
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    ///
     /// # Blocking
     ///
     /// At most `deadline`, and 50 ms.
-    ///
-    /// # Cancellation
-    ///
-    /// None.
     pub fn close(&self, deadline: Duration) -> Result<CloseReport> {
         self.locks.check_process()?;
         let start = std::time::Instant::now();
@@ -433,6 +529,18 @@ impl PgLockClient {
 
     /// The waiting and the guards, without the database: what code that is tested over a
     /// [`MemoryBackend`](crate::MemoryBackend) should take.
+    ///
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// use syncguard::{LockClient, Result};
+    ///
+    /// fn make_report(locks: &LockClient) -> Result<()> {
+    ///     let _guard = locks.lock("report")?;
+    ///     Ok(())
+    /// }
+    /// make_report(client.locks())?;
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     #[must_use]
     pub fn locks(&self) -> &LockClient {
         &self.locks

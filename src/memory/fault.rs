@@ -130,6 +130,14 @@ impl Orders {
 /// Holds calls until it is opened; dropping it opens it, so that a test that fails does not hang.
 ///
 /// A call that hangs in it still ends with its cancel token or its deadline.
+///
+/// # Blocking
+///
+/// [`wait_for_calls`](Self::wait_for_calls) at most its `limit`, and no longer than a day.
+///
+/// # Cancellation
+///
+/// No token ends that wait.
 #[must_use = "dropping the gate opens it"]
 pub struct Gate(pub(super) Arc<GateInner>);
 
@@ -162,14 +170,6 @@ impl Gate {
     }
 
     /// Waits until this many calls have arrived in total, for at most `limit` of real time.
-    ///
-    /// # Blocking
-    ///
-    /// At most `limit`, and no longer than a day.
-    ///
-    /// # Cancellation
-    ///
-    /// None.
     #[must_use = "false means that the calls did not come"]
     pub fn wait_for_calls(&self, calls: usize, limit: Duration) -> bool {
         let end = deadline_after(limit);

@@ -156,6 +156,15 @@ use store::StoredKey;
 /// A [`LockBackend`] that keeps its leases in this process. See the [module](crate::memory).
 ///
 /// Clones share everything: they are so many clients of one server.
+///
+/// # Blocking
+///
+/// Calls return at once, but for those that a test lets [hang](Gate): at most their `deadline`, or
+/// `operation_timeout`. [`wait_for_answers`](Self::wait_for_answers) takes at most its `limit`, and no longer than a day.
+///
+/// # Cancellation
+///
+/// A fired token ends a call that hangs, unless its change is made already.
 #[derive(Clone)]
 pub struct MemoryBackend {
     shared: Arc<Shared>,
@@ -166,12 +175,32 @@ pub struct MemoryBackend {
 
 impl MemoryBackend {
     /// A backend on the system's time, for locks between the threads of one process.
+    ///
+    /// ```
+    /// use syncguard::{LockClient, MemoryBackend};
+    ///
+    /// let client = LockClient::new(MemoryBackend::new());
+    /// let guard = client.lock("report")?;
+    /// assert!(guard.is_held());
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     #[must_use]
     pub fn new() -> Self {
         Self::on(Clock::system())
     }
 
     /// A backend whose time stands still until [`advance`](MemoryBackend::advance) moves it.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// use syncguard::{LockClient, MemoryBackend};
+    ///
+    /// let memory = MemoryBackend::manual();
+    /// let guard = LockClient::new(memory.clone()).lock("report")?;
+    /// memory.advance(Duration::from_secs(31)); // as after a pause of the whole process
+    /// assert!(!guard.is_held());
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     #[must_use]
     pub fn manual() -> Self {
         Self::on(Clock::manual())
@@ -181,6 +210,14 @@ impl MemoryBackend {
     /// stored under their digest. Below 28 bytes even that does not fit, and keys are refused.
     /// To be chosen before the backend is cloned: clones that disagree are clients that do not
     /// see each other's locks.
+    ///
+    /// ```
+    /// use syncguard::{LockClient, MemoryBackend};
+    ///
+    /// let client = LockClient::new(MemoryBackend::new().with_storage_limit(64));
+    /// let guard = client.lock(&"long".repeat(100))?; // stored under its digest
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     #[must_use]
     pub fn with_storage_limit(mut self, bytes: usize) -> Self {
         self.limit = bytes;
@@ -188,6 +225,14 @@ impl MemoryBackend {
     }
 
     /// How long a single operation may take, 5 s by default: calls that [hang](Gate) end then.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// use syncguard::{LockBackend, MemoryBackend};
+    ///
+    /// let memory = MemoryBackend::manual().with_operation_timeout(Duration::from_secs(1));
+    /// assert_eq!(memory.operation_timeout(), Duration::from_secs(1));
+    /// ```
     #[must_use]
     pub fn with_operation_timeout(mut self, timeout: Duration) -> Self {
         self.operation_timeout = timeout;

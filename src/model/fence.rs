@@ -38,12 +38,24 @@ pub struct Fence(u64);
 
 impl Fence {
     /// The fence as a number.
+    ///
+    /// ```
+    /// let fence = syncguard::Fence::new(42).expect("15 digits at most");
+    /// assert_eq!(fence.get(), 42);
+    /// ```
     #[must_use]
     pub const fn get(self) -> u64 {
         self.0
     }
 
     /// A fence from a number that a counter holds; `None` if it has more than 15 digits.
+    ///
+    /// ```
+    /// use syncguard::Fence;
+    ///
+    /// assert!(Fence::new(42) < Fence::new(43));
+    /// assert!(Fence::new(1_000_000_000_000_000).is_none());
+    /// ```
     #[must_use]
     pub const fn new(value: u64) -> Option<Self> {
         if value <= LARGEST { Some(Self(value)) } else { None }
@@ -53,6 +65,14 @@ impl Fence {
     /// [`FENCE_MAX`]. Compared as numbers, and to be asked before anything is written.
     ///
     /// For people who write a backend.
+    ///
+    /// ```
+    /// use syncguard::{FENCE_MAX, Fence};
+    ///
+    /// assert_eq!(Fence::following(41)?.get(), 42);
+    /// assert!(Fence::following(FENCE_MAX).is_err());
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     pub fn following(counter: u64) -> Result<Self, LockError> {
         match counter.checked_add(1) {
             Some(next) if next <= FENCE_MAX => Ok(Self(next)),
@@ -66,6 +86,14 @@ impl Fence {
     /// does, for every backend; `key` is printed as its label.
     ///
     /// For people who write a backend.
+    ///
+    /// ```
+    /// use syncguard::{FENCE_WARN, Fence};
+    ///
+    /// let fence = Fence::following(FENCE_WARN)?;
+    /// fence.warn_near_limit("report"); // one log line, with the key's hash
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     pub fn warn_near_limit(self, key: &str) {
         if self.0 > FENCE_WARN {
             log::warn!(

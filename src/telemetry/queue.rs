@@ -41,6 +41,14 @@ pub(super) struct Sink {
 /// It keeps neither the backend nor the telemetry thread alive: the drop of the last client still
 /// delivers what waits and ends the thread, and a handle that is left then has the final counts. It
 /// does keep the callback: one that owns a handle of its own is never freed.
+///
+/// # Blocking
+///
+/// [`flush`](Self::flush) at most its `timeout`.
+///
+/// # Cancellation
+///
+/// No token ends that wait.
 #[derive(Clone)]
 pub struct TelemetryHandle {
     queue: Arc<Queue>,
@@ -135,14 +143,6 @@ impl Sink {
 impl TelemetryHandle {
     /// Waits until the callback has had all events up to now, for at most `timeout`; whether it
     /// has. In the callback itself the answer is `false`, at once.
-    ///
-    /// # Blocking
-    ///
-    /// At most `timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// None.
     #[allow(clippy::must_use_candidate, reason = "waiting is what it is called for")]
     pub fn flush(&self, timeout: Duration) -> bool {
         self.queue.flush(timeout)

@@ -1,6 +1,7 @@
-//! Every public function that may block says for how long at most, as a formula of options, and what
-//! ends it sooner.
+//! Of every public function that may block it is said for how long at most, as a formula of options, and
+//! what ends it sooner: once for its type or its module, and at itself where it differs.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -38,10 +39,53 @@ fn sources(dir: &Path, into: &mut Vec<PathBuf>) {
     }
 }
 
-/// The functions in this text that may block and do not say how long, and how many there are that may.
-fn wanting(text: &str, in_memory: bool) -> (Vec<String>, usize) {
+/// More would say the same thing again.
+const MOST_SECTIONS: usize = 45;
+
+/// The lines of documentation right above a line.
+fn above<'a>(lines: &[&'a str], at: usize) -> Vec<&'a str> {
+    let said = lines[..at].iter().rev().map(|line| line.trim_start());
+    let mut said: Vec<&str> =
+        said.take_while(|line| line.starts_with("///") || line.starts_with("#[")).collect();
+    said.reverse();
+    said
+}
+
+/// What stands under a heading, if it is there.
+fn part(docs: &[&str], heading: &str) -> Option<String> {
+    let text = |line: &&str| line.trim_start_matches(['/', '!']).trim().to_owned();
+    let from = docs.iter().position(|line| text(line) == format!("# {heading}"))?;
+    let lines = docs[from + 1..].iter().map(text).take_while(|line| !line.starts_with("# "));
+    Some(lines.collect::<Vec<_>>().join(" ").trim().to_owned())
+}
+
+fn is_bound(text: &str) -> bool {
+    OPTIONS.iter().any(|option| text.contains(option))
+}
+
+/// What is said of all methods of a type, by its name; bound, and what ends it sooner.
+type Types = BTreeMap<String, (bool, bool)>;
+
+fn learn(text: &str, types: &mut Types) {
+    let lines: Vec<&str> = text.lines().collect();
+    for (at, line) in lines.iter().enumerate() {
+        let Some(rest) = line.strip_prefix("pub struct ") else { continue };
+        let name = rest.split(|c: char| !c.is_alphanumeric()).next().unwrap_or_default();
+        let docs = above(&lines, at);
+        let bound = part(&docs, "Blocking").is_some_and(|text| is_bound(&text));
+        types.insert(name.to_owned(), (bound, part(&docs, "Cancellation").is_some()));
+    }
+}
+
+/// The functions in this text that may block and of which nobody says how long, and how many there are that may.
+fn wanting(text: &str, in_memory: bool, types: &Types) -> (Vec<String>, usize) {
     let lines: Vec<&str> = text.split("#[cfg(test)]\n").next().unwrap_or_default().lines().collect();
     let (mut wanting, mut all) = (Vec::new(), 0);
+    let module: Vec<&str> = lines.iter().copied().take_while(|line| line.starts_with("//!")).collect();
+    let module = (
+        part(&module, "Blocking").is_some_and(|text| is_bound(&text)),
+        part(&module, "Cancellation").is_some(),
+    );
     for (at, line) in lines.iter().enumerate() {
         let Some(rest) = line.trim_start().strip_prefix("pub fn ") else { continue };
         let name = rest.split(['(', '<']).next().unwrap_or_default();
@@ -53,17 +97,16 @@ fn wanting(text: &str, in_memory: bool) -> (Vec<String>, usize) {
             continue;
         }
         all += 1;
-        let said = lines[..at].iter().rev().map(|line| line.trim_start());
-        let mut said: Vec<&str> =
-            said.take_while(|line| line.starts_with("///") || line.starts_with("#[")).collect();
-        said.reverse();
-        let part = |heading: &str| -> Option<String> {
-            let from = said.iter().position(|line| *line == format!("/// # {heading}"))?;
-            let lines = said[from + 1..].iter().take_while(|line| !line.starts_with("/// # "));
-            Some(lines.copied().collect::<Vec<_>>().join(" "))
+        let said = above(&lines, at);
+        let (bound, ends) = if line.starts_with("pub fn ") {
+            module
+        } else {
+            let implementation = lines[..at].iter().rev().find_map(|line| line.strip_prefix("impl"));
+            let words = implementation.unwrap_or_default().split(|c: char| !c.is_alphanumeric());
+            words.filter_map(|word| types.get(word)).next_back().copied().unwrap_or_default()
         };
-        let bound = part("Blocking").is_some_and(|text| OPTIONS.iter().any(|option| text.contains(option)));
-        if !bound || part("Cancellation").is_none() {
+        let bound = part(&said, "Blocking").map_or(bound, |text| is_bound(&text));
+        if !bound || !(ends || part(&said, "Cancellation").is_some()) {
             wanting.push(name.to_owned());
         }
     }
@@ -75,10 +118,15 @@ fn every_public_function_that_may_block_gives_its_bound_as_a_formula_of_options(
     let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     let mut files = Vec::new();
     sources(&src, &mut files);
+    let mut types = Types::new();
+    for file in &files {
+        learn(&fs::read_to_string(file).expect("it can be read"), &mut types);
+    }
+    assert!(types.len() > 30 && types["PgLockClient"] == (true, true), "{types:?}");
     let (mut wrong, mut all) = (Vec::new(), 0);
     for file in files {
         let text = fs::read_to_string(&file).expect("it can be read");
-        let (wanting, count) = wanting(&text, file.ends_with(IN_MEMORY));
+        let (wanting, count) = wanting(&text, file.ends_with(IN_MEMORY), &types);
         all += count;
         wrong.extend(wanting.into_iter().map(|name| format!("{}: {name}", file.display())));
     }
@@ -91,7 +139,32 @@ fn every_public_function_that_may_block_gives_its_bound_as_a_formula_of_options(
 }
 
 #[test]
+fn what_is_said_of_blocking_is_said_once() {
+    let mut files = Vec::new();
+    sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut files);
+    let mut sections = 0;
+    for file in files {
+        let text = fs::read_to_string(&file).expect("it can be read");
+        let heading = |line: &&str| line.trim_start_matches([' ', '/', '!']) == "# Blocking";
+        sections += text.lines().filter(heading).count();
+    }
+    assert!(sections > 5 && sections <= MOST_SECTIONS, "{sections} sections named Blocking");
+}
+
+#[test]
 fn a_function_that_does_not_say_how_long_it_may_block_is_found() {
+    let types = Types::from([("Some".to_owned(), (true, true)), ("Half".to_owned(), (true, false))]);
+    let wanting = |text: &str, in_memory| wanting(text, in_memory, &types);
+    let method = |of: &str| format!("impl {of} {{\n    pub fn ask(&self) -> Result<u8> {{\n");
+    for (of, found) in
+        [("Some", 0), ("fmt::Debug for Some", 0), ("<B> Some<B>", 0), ("Half", 1), ("Other", 1)]
+    {
+        assert_eq!(wanting(&method(of), false).0.len(), found, "{of}");
+    }
+    let vague = method("Some").replace("    pub", "    /// # Blocking\n    ///\n    /// A while.\n    pub");
+    assert_eq!(wanting(&vague, false).0, ["ask"]);
+    let module = "//! # Blocking\n//!\n//! At most `timeout`.\n//!\n//! # Cancellation\n//!\n//! No.\n";
+    assert_eq!(wanting(&format!("{module}pub fn ask() -> Result<u8> {{\n"), false), (vec![], 1));
     let said = "/// # Blocking\n///\n/// At most `timeout`.\n///\n/// # Cancellation\n///\n/// None.\n";
     let function = "pub fn ask(\n    &self,\n) -> Result<u8> {\n}\n";
     assert_eq!(wanting(&format!("{said}{function}"), false), (vec![], 1));

@@ -136,6 +136,48 @@ fn what_only_a_backend_needs_is_not_at_the_root() {
     }
 }
 
+/// The types whose methods people type.
+const TYPED: [&str; 5] = ["Fence", "LockError", "MemoryBackend", "PgLockClient", "PgLockClientBuilder"];
+
+/// The public methods of those types without an example, and how many methods there are.
+fn without_example(text: &str) -> (Vec<String>, usize) {
+    let lines: Vec<&str> = text.split("\n#[cfg(test)]\n").next().unwrap_or_default().lines().collect();
+    let (mut missing, mut all, mut of) = (Vec::new(), 0, None);
+    for (n, line) in lines.iter().enumerate() {
+        if let Some(rest) = line.strip_prefix("impl") {
+            of = TYPED.into_iter().find(|name| rest.trim_end_matches(" {") == format!(" {name}"));
+        }
+        let rest = ["    pub fn ", "    pub const fn "].iter().find_map(|start| line.strip_prefix(start));
+        let (Some(rest), Some(of)) = (rest, of) else { continue };
+        all += 1;
+        let docs = lines[..n].iter().rev().map(|line| line.trim_start());
+        let mut docs = docs.take_while(|line| line.starts_with("///") || line.starts_with("#["));
+        if !docs.any(|line| line.starts_with("/// ```")) {
+            missing.push(format!("{of}::{}", rest.split(['(', '<']).next().unwrap_or_default()));
+        }
+    }
+    (missing, all)
+}
+
+#[test]
+fn every_method_that_people_type_has_an_example() {
+    let (mut missing, mut all) = (Vec::new(), 0);
+    for source in read_all(top(), "src") {
+        let text = fs::read_to_string(top().join(&source.file)).expect("it was just read");
+        let (without, count) = without_example(&text);
+        missing.extend(without);
+        all += count;
+    }
+    assert!(missing.is_empty(), "{missing:#?}");
+    assert!(all > TYPED.len() * 10, "only {all} methods were found");
+    let sample =
+        "impl Fence {\n    /// A number.\n    #[must_use]\n    pub const fn get(self) -> u64 {\n    }\n}\n";
+    assert_eq!(without_example(sample), (vec!["Fence::get".to_owned()], 1));
+    let shown = sample.replace("A number.", "A number.\n    ///\n    /// ```\n    /// get();\n    /// ```");
+    assert_eq!(without_example(&shown), (vec![], 1));
+    assert_eq!(without_example(&sample.replace("Fence", "fmt::Debug for Fence")), (vec![], 0));
+}
+
 /// The feature `serde`.
 #[cfg(feature = "serde")]
 mod values_as_text {
