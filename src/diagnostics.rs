@@ -1,7 +1,7 @@
 //! Diagnosis: who holds a lock, asked of any backend.
 //!
 //! **Never decide by these answers.** Each is true of one moment that is over when it arrives:
-//! between the look and the deed the lease can expire and go to somebody else. To act only while a
+//! between the look and the deed the lease can expire and go to another holder. To act only while a
 //! lock is held, call `extend` or `release` and look at *their* answer (they check and act in one
 //! step), or use a fenced transaction. These functions are for screens, logs and tests.
 //!
@@ -28,7 +28,7 @@
 //!
 //! # Cancellation
 //!
-//! No token ends them. A look that a token shall end is [`LockBackend::lookup`] itself, or one of a client's own methods on
+//! No token ends them. A look that a token is to end is [`LockBackend::lookup`] itself, or one of a client's own methods on
 //! [`cancellable`](crate::LockClient::cancellable).
 
 use crate::backend::{LockBackend, LockInfo, LockInfoRaw, Lookup};
@@ -74,7 +74,7 @@ pub fn get_by_id_raw<B: LockBackend + ?Sized>(backend: &B, lock_id: &str) -> Res
 /// # use syncguard::{MemoryBackend, owns};
 /// # let (backend, lock_id) = (MemoryBackend::new(), String::new());
 /// # fn write_file() {}
-/// // WRONG: between the two lines the lease can go to somebody else.
+/// // WRONG: between the two lines the lease can go to another holder.
 /// if owns(&backend, &lock_id)? {
 ///     write_file();
 /// }

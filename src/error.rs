@@ -27,7 +27,7 @@ pub enum ErrorCode {
     AcquisitionTimeout,
     /// The caller's [`CancelToken`](crate::CancelToken) fired, or the client was closed.
     Aborted,
-    /// Anything else: data that cannot be, a limit that must not be passed.
+    /// Anything else: invalid data from the server, a limit that must not be passed.
     Internal,
 }
 
@@ -263,7 +263,7 @@ impl LockError {
         self.0.may_be_held_for
     }
 
-    /// Whether this is contention in an error's clothes; see [`LockError::with_contention`].
+    /// Whether this error is contention, which a waiting `lock` tries again after; see [`LockError::with_contention`].
     ///
     /// ```
     /// use syncguard::{ErrorCode, LockError};

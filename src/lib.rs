@@ -5,8 +5,8 @@
 //!
 //! let client = PgLockClient::connect("postgresql://app@db.example/app")?;
 //! let guard = client.lock("payment:42")?;
-//! // Nobody else, on any machine, holds "payment:42" now.
-//! drop(guard); // … and now somebody may.
+//! // No other process, on any machine, holds "payment:42" now.
+//! drop(guard); // … and now one may.
 //! # Ok::<(), syncguard::LockError>(())
 //! ```
 //!
@@ -45,8 +45,8 @@
 //! A lease can be lost: the server was away for longer than the ttl, the process was stopped, an
 //! operator broke it. The guard says so as early as can be known: [`LockGuard::is_held`] compares the
 //! clock itself, [`LockGuard::lost`] is a token that fires, `on_lost` is called. The holder's own
-//! deadline is counted from *before* its last confirmed request, and ends a second before anybody
-//! else can have the key.
+//! deadline is counted from *before* its last confirmed request, and ends a second before another
+//! can have the key.
 //!
 //! ```no_run
 //! # fn next_step() -> bool { false }
@@ -54,7 +54,7 @@
 //! let guard = client.lock("report:2026-11")?;
 //! while next_step() {
 //!     if !guard.is_held() {
-//!         break; // somebody else may be at it: stop, and start again later
+//!         break; // another process may hold it now: stop, and start again later
 //!     }
 //! }
 //! # Ok::<(), syncguard::LockError>(())
@@ -116,6 +116,21 @@
 //! # Ok::<(), syncguard::LockError>(())
 //! ```
 //!
+//! # The names that matter
+//!
+//! | name | what it is |
+//! | --- | --- |
+//! | [`PgLockClient`] | the client: one per program, cheap to clone; [`PgLockClientBuilder`] has its settings |
+//! | [`LockGuard`] | a held lock: renewed while it lives, released when it is dropped |
+//! | [`LockOptions`] | how long to wait, how long to hold, when to give up |
+//! | [`LockError`], [`ErrorCode`] | what failed, and what to do |
+//! | [`Fence`] | the fencing token of a grant |
+//! | [`CancelToken`] | ends waits; also what fires when a lock is lost |
+//! | [`AdvisoryGuard`], [`AdvisoryKey`], [`AdvisoryOptions`] | session locks |
+//! | [`Operator`] | who holds what, counts, cleanup, breaking a lock |
+//! | [`MemoryBackend`], [`LockClient`] | locks without a server, for tests |
+//! | [`TelemetryOptions`] | every operation as an event |
+//!
 //! # Where to find more
 //!
 //! | about | where |
@@ -124,7 +139,7 @@
 //! | session locks | [`AdvisoryKey`], [`AdvisoryOptions`], [`AdvisoryGuard`] |
 //! | the end of a program | [`PgLockClient::close`], [`CancelToken`] |
 //! | events for logs and metrics | [`telemetry`] |
-//! | who holds what, clean-up, breaking a lock | [`diagnostics`], [`Operator`] |
+//! | who holds what, cleanup, breaking a lock | [`diagnostics`], [`Operator`] |
 //! | time and faults in tests | [`memory`] |
 //! | a backend of one's own | [`backend`], and the package `syncguard-contract`, which tests it |
 //!

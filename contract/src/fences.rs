@@ -1,4 +1,4 @@
-//! Fences grow, for ever, and only with a grant.
+//! Fences grow, forever, and only with a grant.
 
 use syncguard::backend::AcquireResult;
 use syncguard::{ErrorCode, FENCE_MAX, FENCE_WARN};

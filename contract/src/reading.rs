@@ -38,7 +38,7 @@ pub(crate) fn reading_changes_nothing(bench: &Bench<'_>) {
         }
     }
     assert_eq!(bench.raw(&key), before);
-    assert!(bench.harness.has_row(&dead), "an expired row stays unless clean-up was asked for");
+    assert!(bench.harness.has_row(&dead), "an expired row stays unless cleanup was asked for");
     assert_eq!((bench.counter(&key), bench.counter(&free)), (1, 0));
     assert!(!bench.harness.has_row(&free));
 }

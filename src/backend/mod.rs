@@ -8,7 +8,7 @@
 //! 1. **One holder.** Of all acquires of one key, at most one is granted while its lease is live by
 //!    [`is_live`](crate::is_live) on the backend's one clock.
 //! 2. **Fences grow.** Each grant of a key carries a fence greater than every earlier one of that
-//!    key, through restarts, releases and clean-up, for ever.
+//!    key, through restarts, releases and cleanup, forever.
 //! 3. **Decisions are atomic.** Resolving the id, judging liveness and changing the lease are one
 //!    indivisible step, and the clock is read once, after all waits.
 //! 4. **One attempt.** No operation retries contention or waits for a key to become free.
@@ -35,7 +35,7 @@
 //!    an attempt with an id from [`generate_lock_id`]. Where messages can be late,
 //!    [`grant`](LockBackend::grant) and [`prolong`](LockBackend::prolong) as well: see 8.
 //! 3. [`operation_timeout`](LockBackend::operation_timeout), and
-//!    [`clock`](LockBackend::clock) where tests shall move the time. The other methods have defaults that
+//!    [`clock`](LockBackend::clock) where tests are to move the time. The other methods have defaults that
 //!    fulfil the contract; override `extend_by`, `release_by` and `peek` where a call may take long, for
 //!    the defaults look at the deadline only once, and `renew` where many leases can be renewed at once.
 //!
@@ -140,7 +140,7 @@ pub trait LockBackend: Send + Sync {
     }
 
     /// [`attempt`](LockBackend::attempt) for a guard: with the version of what was granted; `None` if
-    /// somebody else holds the key. The default knows no versions.
+    /// another holder has the key. The default knows no versions.
     fn grant(&self, attempt: &Attempt<'_>, cancel: &CancelToken) -> Result<Option<Grant>> {
         let acquired = self.attempt(attempt, cancel)?.acquired();
         Ok(acquired.map(|acquired| Grant { acquired, version: None }))

@@ -94,7 +94,7 @@ impl fmt::Debug for Renewal<'_> {
 pub enum AcquireResult {
     /// The lease is ours.
     Acquired(Acquired),
-    /// Somebody else holds the key.
+    /// Another holder has the key.
     Locked,
 }
 
@@ -144,7 +144,7 @@ impl fmt::Debug for Acquired {
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(rename_all = "kebab-case"))]
 #[non_exhaustive]
 pub enum Reason {
-    /// Somebody else holds the key.
+    /// Another holder has the key.
     Locked,
     /// The lease is there, and over.
     Expired,
@@ -253,12 +253,12 @@ pub enum RenewOutcome {
 pub enum LostReason {
     /// It ran out before it was renewed.
     Expired,
-    /// Somebody else holds the key now.
+    /// Another holder has the key now.
     TakenOver {
         /// The newer holder's fence.
         fence: Fence,
     },
-    /// Its row is gone: released by somebody who knew the id, broken by an operator, or cleaned up.
+    /// Its row is gone: released under its id, broken by an operator, or cleaned up.
     RowMissing,
     /// No answer came from the server before the local deadline.
     Unreachable,

@@ -126,7 +126,7 @@ impl PgLockClientBuilder {
     }
 
     /// Whether a new fence counter notes the caller's key in `key_debug`. Default true, as other
-    /// SyncGuard clients do. Counters are kept for ever, so `false` where keys are personal data.
+    /// SyncGuard clients do. Counters are kept forever, so `false` where keys are personal data.
     ///
     /// ```
     /// let builder = syncguard::PgLockClient::builder().store_key_debug(false);
@@ -191,7 +191,7 @@ impl PgLockClientBuilder {
     /// Whether this client's releases call those who wait for the key in other processes, and its own
     /// waiters listen for such calls. Default true: a long wait ends within milliseconds of the release.
     ///
-    /// Where nobody waits a release costs nearly the same, and sends nothing. While somebody of this
+    /// Where nobody waits a release costs nearly the same, and sends nothing. While a thread of this
     /// client waits for longer than a moment, the client has **one connection more**, beside
     /// `max_connections`, and one thread; both end 5 s after the last such wait. With `false`, over a
     /// caller's pool, behind a pooler that shares sessions, and for waits beyond 256 keys at a time,
@@ -336,7 +336,7 @@ impl PgLockClientBuilder {
     /// What the sessions carry (role, encoding, time zone, limits and so on) changes no answer. Only
     /// notices do not reach the client, for they belong to whoever opened the connection: with
     /// [synchronous replication](https://www.postgresql.org/docs/current/warm-standby.html#SYNCHRONOUS-REPLICATION-HA)
-    /// a commit whose wait for its standby somebody cancelled is reported as success.
+    /// a commit whose wait for its standby was cancelled is reported as success.
     ///
     /// Set the pool's `test_on_check_out(false)`: the test costs a round trip each time, and stale
     /// connections are replaced anyway.
@@ -354,7 +354,7 @@ impl PgLockClientBuilder {
     ///
     /// # Errors
     ///
-    /// `InvalidArgument` for settings that cannot be; those of [`PgLockClient::setup_schema`], unless
+    /// `InvalidArgument` for invalid settings; those of [`PgLockClient::setup_schema`], unless
     /// [`auto_create_tables(false)`](Self::auto_create_tables) leaves that out; `RateLimited` when the
     /// pool has no connection free in time, `ServiceUnavailable` when it cannot open one.
     pub fn build<M>(self, pool: r2d2::Pool<M>) -> Result<PgLockClient>

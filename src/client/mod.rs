@@ -36,7 +36,7 @@ pub use builder::PgLockClientBuilder;
 ///
 /// let client = PgLockClient::connect("postgresql://app@db.example/app")?;
 /// let guard = client.lock("payment:42")?;
-/// // Nobody else, on any machine, holds "payment:42" until the guard is dropped.
+/// // No other process, on any machine, holds "payment:42" until the guard is dropped.
 /// assert!(guard.is_held());
 /// # Ok::<(), syncguard::LockError>(())
 /// ```
@@ -429,8 +429,8 @@ impl PgLockClient {
     }
 
     /// Fails the caller's transaction unless `fence` is the key's newest and its lease is live; see
-    /// [`LockGuard::fence_transaction`], also for errors. For a holder that knows only key and fence. A key
-    /// that cannot be is `InvalidArgument`.
+    /// [`LockGuard::fence_transaction`], also for errors. For a holder that knows only key and fence. An
+    /// invalid key is `InvalidArgument`.
     ///
     /// **What it cannot know**: whose lease it is. Fences are counted per key *and database*: if the
     /// transaction's connection leads to another database with lock tables of the same names (a copy, a

@@ -108,7 +108,7 @@ impl MemoryBackend {
     /// ```
     pub fn take_over(&self, key: &str) -> Result<Acquired> {
         let (stored, id) = (self.stored(key)?, LockId::generate()?);
-        let ttl = Ttl::new(STRANGER_TTL)?;
+        let ttl = Ttl::new(TAKER_TTL)?;
         self.shared
             .decide(|store, now| store.grant(&stored, id.as_str(), ttl, now))
             .map(|grant| grant.acquired)
@@ -174,8 +174,8 @@ impl MemoryBackend {
     /// # Ok::<(), syncguard::LockError>(())
     /// ```
     pub fn lose_on_next_renewal(&self, key: &str, loss: Loss) -> Result<()> {
-        let (key, stranger) = (self.stored(key)?, LockId::generate()?);
-        let ordered = OrderedLoss { loss, key, stranger, ttl: Ttl::new(STRANGER_TTL)? };
+        let (key, taker) = (self.stored(key)?, LockId::generate()?);
+        let ordered = OrderedLoss { loss, key, taker, ttl: Ttl::new(TAKER_TTL)? };
         self.shared.decide(|store, _| store.order_loss(ordered));
         Ok(())
     }
@@ -445,7 +445,7 @@ impl MemoryBackend {
 }
 
 /// How long a holder that a test has invented keeps a key it took over.
-const STRANGER_TTL: Duration = Duration::from_secs(300);
+const TAKER_TTL: Duration = Duration::from_secs(300);
 
 /// What the clones of a backend have in common. Its mutexes are never held together.
 pub(super) struct Shared {

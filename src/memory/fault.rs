@@ -93,7 +93,7 @@ impl fmt::Debug for Fault {
 pub enum Loss {
     /// It expired before.
     Expired,
-    /// Somebody else has the key, with a newer fence.
+    /// Another holder has the key, with a newer fence.
     TakenOver,
     /// Its row is gone.
     RowMissing,

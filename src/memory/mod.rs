@@ -2,7 +2,7 @@
 //! that hold locks without a server.
 //!
 //! Everything that a server decides is decided here by the same rules, and everything that goes
-//! wrong with one can be ordered: another holder, an expiry, a take-over, an error, a lost answer, a
+//! wrong with one can be ordered: another holder, an expiry, a takeover, an error, a lost answer, a
 //! call that hangs. Time passes when the test says so.
 //!
 //! # Testing the moment at which a lock is lost
@@ -20,7 +20,7 @@
 //!     let Some(lease) = locks.acquire("import", ttl, &never)?.acquired() else { return Ok(false) };
 //!     for step in 0..3 {
 //!         if let ExtendOutcome::NotHeld(_) = locks.extend(&lease.lock_id, ttl, &never)? {
-//!             return Ok(false); // lost: whatever we write now, somebody else may be writing too
+//!             return Ok(false); // lost: whatever we write now, another process may be writing too
 //!         }
 //!         done.push(step);
 //!     }
@@ -32,7 +32,7 @@
 //! let mut done = Vec::new();
 //! assert!(import(&locks, &mut done)?);
 //!
-//! // Somebody else takes the key over before the first renewal: nothing is written.
+//! // Another holder takes the key over before the first renewal: nothing is written.
 //! locks.lose_on_next_renewal("import", syncguard::memory::Loss::TakenOver)?;
 //! done.clear();
 //! assert!(!import(&locks, &mut done)? && done.is_empty());
@@ -70,7 +70,7 @@
 //! }
 //! assert!(guard.is_held()); // after a minute
 //!
-//! // The next renewal finds that somebody deleted the row. It is answered on that other thread, so
+//! // The next renewal finds that the row was deleted. It is answered on that other thread, so
 //! // wait for the guard, as the program would.
 //! memory.lose_on_next_renewal("report", Loss::RowMissing)?;
 //! memory.advance(Duration::from_secs(10));

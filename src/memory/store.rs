@@ -62,11 +62,11 @@ impl Row {
     }
 }
 
-/// A loss that waits for its lease to be renewed, with all that a take-over needs.
+/// A loss that waits for its lease to be renewed, with all that a takeover needs.
 pub(super) struct OrderedLoss {
     pub(super) loss: Loss,
     pub(super) key: StoredKey,
-    pub(super) stranger: LockId,
+    pub(super) taker: LockId,
     pub(super) ttl: Ttl,
 }
 
@@ -241,8 +241,8 @@ impl Store {
                 self.remove(&base);
             }
             Loss::TakenOver => {
-                // A counter at its limit lets nobody take over: the row is just gone.
-                if self.grant(&ordered.key, ordered.stranger.as_str(), ordered.ttl, now).is_err() {
+                // A counter at its limit allows no takeover: the row is just gone.
+                if self.grant(&ordered.key, ordered.taker.as_str(), ordered.ttl, now).is_err() {
                     self.remove(&base);
                 }
             }
@@ -353,8 +353,8 @@ mod tests {
                     Step::Remove(key) => drop(store.remove(&stored(key).base)),
                     Step::Wait(ms) => now += ms,
                     Step::Lose(key, loss) => {
-                        let stranger = LockId::generate().unwrap();
-                        store.order_loss(OrderedLoss { loss, key: stored(key), stranger, ttl });
+                        let taker = LockId::generate().unwrap();
+                        store.order_loss(OrderedLoss { loss, key: stored(key), taker, ttl });
                         if let Some(row) = store.live_by_key(&stored(key).base, now) {
                             let busy = store.apply_loss(&row.lock_id, now, true);
                             prop_assert_eq!(busy, loss == Loss::Busy);

@@ -18,7 +18,7 @@ const DIGITS: usize = 15;
 /// The largest number that the text form can hold.
 const LARGEST: u64 = 999_999_999_999_999;
 
-/// A fence, elsewhere called a fencing token: of two grants of one key, the later has the greater fence, for ever.
+/// A fencing token, *fence* for short: of two grants of one key, the later has the greater fence, forever.
 ///
 /// Hand it to the resource that the lock protects and let that resource refuse a smaller one;
 /// inside PostgreSQL, [`LockGuard::fence_transaction`](crate::LockGuard::fence_transaction) does so.

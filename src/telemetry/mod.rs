@@ -71,7 +71,7 @@ pub fn with_telemetry<B: LockBackend>(backend: B, options: TelemetryOptions) -> 
 ///
 /// Dropping the last clone waits for the callback for at most
 /// [`flush_timeout`](TelemetryOptions::flush_timeout) (not at all when a callback drops it). A
-/// callback that owns a clone keeps the thread alive for ever: let it own a
+/// callback that owns a clone keeps the thread alive forever: let it own a
 /// [`Weak`](std::sync::Weak).
 #[derive(Clone)]
 pub struct Telemetry<B> {
