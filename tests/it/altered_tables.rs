@@ -70,12 +70,8 @@ fn what_others_added_is_named_without_its_values() {
 #[test]
 fn row_level_security_is_named_beside_the_rights() {
     let place = place();
-    let role = Role::new(&place.schema);
-    place.stored.run(&format!(
-        "GRANT ALL ON ALL TABLES IN SCHEMA {} TO {}; ALTER TABLE syncguard_locks ENABLE ROW LEVEL SECURITY",
-        place.schema.name(),
-        role.name()
-    ));
+    let role = Role::with_tables(&place.schema);
+    place.stored.run("ALTER TABLE syncguard_locks ENABLE ROW LEVEL SECURITY");
     let client = role.connect(PgLockClient::builder().auto_create_tables(false)).unwrap();
     let error = client.acquire("a", TTL).unwrap_err();
     says(&error, ErrorCode::AuthFailed, &["row-level security", "42501"]);

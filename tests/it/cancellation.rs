@@ -4,25 +4,15 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::support::leases::{self, PROMPT, client, counter, forge, forged_id, named, row};
-use crate::support::{LIMIT, TestSchema, wait_until, wait_until_app_waits, wait_until_backend_gone};
+use crate::support::calls::{MARGIN, asking_hourly};
+use crate::support::leases::{self, client, counter, forge, forged_id, named, row};
+use crate::support::{LIMIT, TTL, TestSchema, wait_until, wait_until_app_waits, wait_until_backend_gone};
 use postgres::Client;
 use syncguard::{
-    Backoff, CancelToken, ErrorCode, ExtendResult, Heartbeat, LockOptions, Lookup, PgLockClient,
-    ReleaseResult, Result,
+    CancelToken, ErrorCode, ExtendResult, Heartbeat, LockOptions, Lookup, PgLockClient, ReleaseResult, Result,
 };
 
-const TTL: Duration = Duration::from_secs(30);
 const LONG: Duration = Duration::from_secs(300);
-
-/// Waits for ever, and asks again in an hour.
-fn sleepy() -> LockOptions {
-    LockOptions::new()
-        .wait_forever()
-        .backoff(Backoff::Fixed)
-        .retry_delay(Duration::from_secs(3600))
-        .wake_ups(false)
-}
 
 type Call = fn(&PgLockClient, &CancelToken) -> Result<()>;
 
@@ -34,10 +24,10 @@ const CALLS: [(&str, Call); 10] = [
     ("is_locked", |client, token| client.cancellable(token).is_locked("held").map(drop)),
     ("lookup by key", |client, token| client.cancellable(token).lookup(Lookup::Key("held")).map(drop)),
     ("lookup by id", |client, token| client.cancellable(token).get_by_id_raw(&forged_id(1)).map(drop)),
-    ("lock", |client, token| client.cancellable(token).lock_with("k", &sleepy()).map(drop)),
+    ("lock", |client, token| client.cancellable(token).lock_with("k", &asking_hourly()).map(drop)),
     ("try_lock", |client, token| client.cancellable(token).try_lock("k").map(drop)),
-    ("lock, by its options", |client, token| client.lock_with("k", &sleepy().cancel(token)).map(drop)),
-    ("with_lock", |client, token| client.with_lock("k", &sleepy().cancel(token), |_| ())),
+    ("lock, by its options", |client, token| client.lock_with("k", &asking_hourly().cancel(token)).map(drop)),
+    ("with_lock", |client, token| client.with_lock("k", &asking_hourly().cancel(token), |_| ())),
 ];
 
 #[track_caller]
@@ -78,7 +68,7 @@ fn cancel_while_blocked(schema: &TestSchema, url: &str, what: &str, call: Call, 
         let start = Instant::now();
         token.cancel();
         let result = blocked.join().unwrap();
-        assert!(start.elapsed() < PROMPT, "{what} took {:?} to end", start.elapsed());
+        assert!(start.elapsed() < MARGIN, "{what} took {:?} to end", start.elapsed());
         assert_aborted(what, result);
         // The server was asked to stop, and the connection is in doubt: it is closed, not pooled.
         wait_until_backend_gone(&mut observer, pid);
@@ -138,15 +128,7 @@ fn a_commit_that_is_under_way_is_never_cancelled() {
     let client =
         leases::connect(PgLockClient::builder().operation_timeout(LONG), &named(&schema.url(), &app));
     let (mut observer, mut gate) = (schema.client(), schema.client());
-    gate.batch_execute(
-        "CREATE TABLE gate (); \
-         CREATE FUNCTION wait() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN \
-           EXECUTE format('LOCK TABLE %I.gate IN ACCESS SHARE MODE', TG_TABLE_SCHEMA); RETURN NEW; END $$; \
-         CREATE TRIGGER wait BEFORE INSERT ON syncguard_locks FOR EACH ROW EXECUTE FUNCTION wait()",
-    )
-    .unwrap();
-    // Apart: in one message the BEGIN would take the definitions into its transaction.
-    gate.batch_execute("BEGIN; LOCK TABLE gate").unwrap();
+    leases::hold_inserts(&mut gate);
     let token = CancelToken::new();
     thread::scope(|scope| {
         let acquiring = scope.spawn(|| client.cancellable(&token).acquire("k", TTL));
@@ -165,20 +147,14 @@ fn a_commit_that_is_under_way_is_never_cancelled() {
 
 /// Runs `work` on a thread, fires the token when that thread sleeps, and returns its result.
 fn cancel_while_asleep(token: &CancelToken, work: impl FnOnce() -> Result<()> + Send) -> Result<()> {
-    thread::scope(|scope| {
-        let (tell, place) = mpsc::channel();
-        let thread = scope.spawn(move || {
-            tell.send(leases::this_thread()).unwrap();
-            work()
-        });
-        leases::wait_until_asleep(&place.recv().unwrap());
-        assert!(!thread.is_finished());
-        let start = Instant::now();
+    let mut cancelled = None;
+    let result = leases::while_asleep(work, || {
+        cancelled = Some(Instant::now());
         token.cancel();
-        let result = thread.join().unwrap();
-        assert!(start.elapsed() < PROMPT, "took {:?} to wake", start.elapsed());
-        result
-    })
+    });
+    let took = cancelled.unwrap().elapsed();
+    assert!(took < MARGIN, "took {took:?} to wake");
+    result
 }
 
 #[test]
@@ -189,18 +165,18 @@ fn a_waiter_that_sleeps_between_two_attempts_wakes() {
     let token = CancelToken::new();
     assert_aborted(
         "by its options",
-        cancel_while_asleep(&token, || client.lock_with("k", &sleepy().cancel(&token)).map(drop)),
+        cancel_while_asleep(&token, || client.lock_with("k", &asking_hourly().cancel(&token)).map(drop)),
     );
     let token = CancelToken::new();
     assert_aborted(
         "by the client",
-        cancel_while_asleep(&token, || client.cancellable(&token).lock_with("k", &sleepy()).map(drop)),
+        cancel_while_asleep(&token, || client.cancellable(&token).lock_with("k", &asking_hourly()).map(drop)),
     );
     let (first, second) = (CancelToken::new(), CancelToken::new());
     assert_aborted(
         "by either",
         cancel_while_asleep(&first, || {
-            client.cancellable(&second).lock_with("k", &sleepy().cancel(&first)).map(drop)
+            client.cancellable(&second).lock_with("k", &asking_hourly().cancel(&first)).map(drop)
         }),
     );
     assert!(!second.is_cancelled());
@@ -214,17 +190,14 @@ fn a_waiter_in_the_queue_wakes_and_those_behind_it_move_up() {
     let (front, middle) = (CancelToken::new(), CancelToken::new());
     thread::scope(|scope| {
         let wait = |options: LockOptions| {
-            let (client, (tell, place)) = (&client, mpsc::channel());
-            let thread = scope.spawn(move || {
-                tell.send(leases::this_thread()).unwrap();
+            let client = &client;
+            leases::spawn_until_asleep(scope, move || {
                 client.lock_with("k", &options).map(|guard| guard.fence().get())
-            });
-            leases::wait_until_asleep(&place.recv().unwrap());
-            thread
+            })
         };
-        let first = wait(sleepy().cancel(&front));
-        let second = wait(sleepy().cancel(&middle));
-        let third = wait(sleepy());
+        let first = wait(asking_hourly().cancel(&front));
+        let second = wait(asking_hourly().cancel(&middle));
+        let third = wait(asking_hourly());
         middle.cancel();
         assert_aborted("in the middle", second.join().unwrap().map(drop));
         front.cancel();
@@ -293,13 +266,13 @@ fn a_parent_ends_the_waits_of_its_children_and_a_child_only_its_own() {
     let (request, other) = (shutdown.child(), shutdown.child().child());
     assert_aborted(
         "the child's",
-        cancel_while_asleep(&request, || client.lock_with("k", &sleepy().cancel(&request)).map(drop)),
+        cancel_while_asleep(&request, || client.lock_with("k", &asking_hourly().cancel(&request)).map(drop)),
     );
     assert!(!shutdown.is_cancelled() && !other.is_cancelled());
     assert!(client.cancellable(&other).is_locked("k").unwrap(), "the others go on");
     assert_aborted(
         "by its grandparent",
-        cancel_while_asleep(&shutdown, || client.lock_with("k", &sleepy().cancel(&other)).map(drop)),
+        cancel_while_asleep(&shutdown, || client.lock_with("k", &asking_hourly().cancel(&other)).map(drop)),
     );
     assert!(client.is_locked("k").unwrap());
 }

@@ -26,19 +26,14 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use crate::support::calls::{FORMS, token};
 use crate::support::{Call, Config, LIMIT, Place, Server, TTL, id, place, unique, wait_until};
 use postgres::Client;
 use syncguard::backend::{ExtendOutcome, ReleaseOutcome};
 use syncguard::{
-    AcquireResult, CancelToken, ErrorCode, ExtendResult, LockBackend, Lookup, PgLockClient, ReleaseResult,
-    hash_key, is_live, make_storage_key, normalize_and_validate_key,
+    AcquireResult, ErrorCode, ExtendResult, LockBackend, Lookup, PgLockClient, ReleaseResult, hash_key,
+    is_live, make_storage_key, normalize_and_validate_key,
 };
-
-const FORMS: [bool; 2] = [false, true];
-
-fn token(two_messages: bool) -> CancelToken {
-    if two_messages { CancelToken::new() } else { CancelToken::never() }
-}
 
 /// The other client's acquire, statement by statement.
 struct Theirs {

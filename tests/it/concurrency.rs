@@ -5,35 +5,16 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
+use crate::support::calls::{acquire, asking_often, either_form, granted};
 use crate::support::leases::{self, Witness, client, counter, forge, forged_id, row, set_counter};
-use crate::support::{Config, LIMIT, Server, Stop, Worker, together, wait_until_app_waits, worker};
+use crate::support::{Config, LIMIT, Server, Stop, TTL, Worker, together, wait_until_app_waits, worker};
 use syncguard::{
-    AcquireResult, Acquired, Backoff, CancelToken, ErrorCode, ExtendResult, LockBackend, LockOptions, Lookup,
-    PgLockClient, ReleaseResult,
+    AcquireResult, Acquired, CancelToken, ErrorCode, ExtendResult, LockBackend, Lookup, PgLockClient,
+    ReleaseResult,
 };
-
-const TTL: Duration = Duration::from_secs(30);
-
-/// Patient, and often asking, so that processes meet.
-fn eager() -> LockOptions {
-    LockOptions::new().wait_forever().backoff(Backoff::Fixed).retry_delay(Duration::from_millis(3))
-}
 
 fn fence(n: u64) -> String {
     format!("{n:015}")
-}
-
-fn acquire(client: &PgLockClient, key: &str) -> Option<Acquired> {
-    client.acquire(key, TTL).unwrap().acquired()
-}
-
-fn granted(client: &PgLockClient, key: &str) -> Acquired {
-    acquire(client, key).expect("the key is free")
-}
-
-/// Threads that ask in one message, and threads that ask in two, because they have a token.
-fn either_form(client: &PgLockClient, i: usize) -> PgLockClient {
-    if i.is_multiple_of(2) { client.clone() } else { client.cancellable(&CancelToken::new()) }
 }
 
 #[test]
@@ -50,7 +31,7 @@ fn sixty_four_threads_in_four_processes_never_meet_and_their_fences_rise() {
         together(THREADS, |i| {
             let (client, who) = (either_form(&client, i), format!("{}-{i}", std::process::id()));
             for _ in 0..ROUNDS {
-                let guard = client.lock_with("hot", &eager()).unwrap();
+                let guard = client.lock_with("hot", &asking_often()).unwrap();
                 witness.enter("hot", &who, &guard.fence().to_string());
                 assert!(guard.is_held());
                 assert_eq!(guard.release().unwrap(), ReleaseResult::Released);
@@ -122,7 +103,7 @@ fn thirty_two_waiters_get_the_key_once_each_with_fences_one_to_thirty_two() {
     let schema = crate::support::schema();
     let clients = [(); 4].map(|()| client(&schema));
     let mut fences = together(32, |i| {
-        let guard = either_form(&clients[i % 4], i / 4).lock_with("turns", &eager()).unwrap();
+        let guard = either_form(&clients[i % 4], i / 4).lock_with("turns", &asking_often()).unwrap();
         let fence = guard.fence().get();
         assert_eq!(guard.release().unwrap(), ReleaseResult::Released);
         fence
@@ -170,7 +151,7 @@ fn jobs_that_thirty_two_workers_check_and_mark_are_done_once_each() {
                         done.fetch_add(1, Ordering::Relaxed);
                     }
                 };
-                client.with_lock(&key, &eager(), work).unwrap();
+                client.with_lock(&key, &asking_often(), work).unwrap();
             }
         });
         parent.say(&done.into_inner().to_string());

@@ -9,17 +9,10 @@
 
 use std::time::Duration;
 
+use crate::support::calls::{FORMS, token};
 use crate::support::{Call, Config, Place, Server, TTL, id, unique};
 use syncguard::backend::{Clock, ExtendOutcome, ReleaseOutcome, RenewOutcome, Renewal};
-use syncguard::{
-    AcquireResult, CancelToken, ErrorCode, LockBackend, Lookup, LostReason, Reason, TIME_TOLERANCE_MS,
-};
-
-const FORMS: [bool; 2] = [false, true];
-
-fn token(two_messages: bool) -> CancelToken {
-    if two_messages { CancelToken::new() } else { CancelToken::never() }
-}
+use syncguard::{AcquireResult, ErrorCode, LockBackend, Lookup, LostReason, Reason, TIME_TOLERANCE_MS};
 
 /// A whole millisecond of the year 2026.
 const NOW_MS: i64 = 1_767_225_600_000;

@@ -1,28 +1,11 @@
 //! Fence counters: one per key, never lower, never beyond the limit, whatever fails.
 
 use std::thread;
-use std::time::Duration;
 
+use crate::support::calls::{either_form, granted};
 use crate::support::leases::{self, client, counter, row, set_counter};
-use crate::support::{Config, Server, Stop, logs, wait_until_app_waits};
-use syncguard::{
-    AcquireResult, Acquired, CancelToken, ErrorCode, FENCE_MAX, FENCE_WARN, PgLockClient, ReleaseResult,
-};
-
-const TTL: Duration = Duration::from_secs(30);
-
-fn acquire(client: &PgLockClient, key: &str) -> Option<Acquired> {
-    client.acquire(key, TTL).unwrap().acquired()
-}
-
-fn granted(client: &PgLockClient, key: &str) -> Acquired {
-    acquire(client, key).expect("the key is free")
-}
-
-/// Threads that ask in one message, and threads that ask in two, because they have a token.
-fn either_form(client: &PgLockClient, i: usize) -> PgLockClient {
-    if i.is_multiple_of(2) { client.clone() } else { client.cancellable(&CancelToken::new()) }
-}
+use crate::support::{Config, Server, Stop, TTL, logs, wait_until_app_waits};
+use syncguard::{AcquireResult, ErrorCode, FENCE_MAX, FENCE_WARN, PgLockClient, ReleaseResult};
 
 #[test]
 fn counters_count_their_own_key_and_are_named_after_it() {
@@ -104,15 +87,7 @@ fn a_backend_that_is_killed_between_counter_and_row_leaves_neither() {
     let mut observer = schema.client();
     let mut blocker = schema.client();
     // The trigger runs after the counter was raised, and waits there for the blocker.
-    blocker
-        .batch_execute(
-            "CREATE TABLE gate (); \
-             CREATE FUNCTION wait() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN \
-               EXECUTE format('LOCK TABLE %I.gate IN ACCESS SHARE MODE', TG_TABLE_SCHEMA); RETURN NEW; END $$; \
-             CREATE TRIGGER wait BEFORE INSERT ON syncguard_locks FOR EACH ROW EXECUTE FUNCTION wait()",
-        )
-        .unwrap();
-    blocker.batch_execute("BEGIN; LOCK TABLE gate").unwrap();
+    leases::hold_inserts(&mut blocker);
     thread::scope(|scope| {
         let acquiring = scope.spawn(|| client.acquire("k", TTL));
         let pid = wait_until_app_waits(&mut observer, &app);

@@ -1,68 +1,19 @@
 //! What a guard does while it lives: it is renewed, it notices that its lease is lost, it lets go.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::support::leases::{self, Events, client, delete_row, row, wait_until_released};
-use crate::support::{Config, LIMIT, Server, Stop, logs, wait_until, wait_until_app_waits};
+use crate::support::calls::{MARGIN, Recorder, ms, on_release_error, renewing_often};
+use crate::support::leases::{
+    self, Events, client, delete_row, expiry, row, wait_until_released, wait_until_renewed,
+};
+use crate::support::{Config, LIMIT, Server, Stop, TTL, logs, wait_until, wait_until_app_waits};
 use postgres::Client;
 use syncguard::{
-    ErrorCode, ExtendResult, Heartbeat, LockGuard, LockOptions, Operation, PgLockClient, ReleaseErrorContext,
-    ReleaseResult, ReleaseSource,
+    ErrorCode, ExtendResult, Heartbeat, LockGuard, LockOptions, Operation, PgLockClient, ReleaseResult,
+    ReleaseSource,
 };
-
-const TTL: Duration = Duration::from_secs(30);
-/// What a bounded call may take beyond its bound before it counts as hanging.
-const MARGIN: Duration = Duration::from_secs(2);
-
-fn ms(n: u64) -> Duration {
-    Duration::from_millis(n)
-}
-
-/// Renewed so often that a test need not wait for it.
-fn often() -> LockOptions {
-    LockOptions::new().heartbeat(Heartbeat::Every(ms(40)))
-}
-
-/// Collects what a callback was told.
-struct Told<T>(Arc<Mutex<Vec<T>>>);
-
-impl<T: Clone + Send + 'static> Told<T> {
-    fn new() -> Self {
-        Self(Arc::default())
-    }
-    fn sink(&self) -> impl Fn(T) + Send + Sync + 'static {
-        let list = Arc::clone(&self.0);
-        move |item| list.lock().unwrap_or_else(PoisonError::into_inner).push(item)
-    }
-    fn list(&self) -> Vec<T> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-}
-
-type ReleaseFailure = (ErrorCode, ReleaseSource, String, String);
-
-fn on_release_error(
-    told: &Told<ReleaseFailure>,
-) -> impl Fn(&syncguard::LockError, &ReleaseErrorContext) + Send + Sync + 'static {
-    let sink = told.sink();
-    move |error, context| {
-        sink((error.code(), context.source, context.key.clone(), context.lock_id.clone()));
-    }
-}
-
-fn expiry(observer: &mut Client, key: &str) -> i64 {
-    row(observer, key).unwrap().expires_at_ms
-}
-
-/// Until the server's row of this guard was renewed.
-#[track_caller]
-fn wait_until_renewed(observer: &mut Client, guard: &LockGuard) {
-    let before = expiry(observer, guard.key());
-    wait_until(LIMIT, "the guard is renewed", || expiry(observer, guard.key()) > before);
-}
 
 /// Until so much time has passed by the server's clock.
 fn until_server_time(observer: &mut Client, at_ms: i64) {
@@ -229,7 +180,7 @@ fn the_ttl_of_an_extend_is_the_ttl_of_later_renewals() {
     let schema = crate::support::schema();
     let client = client(&schema);
     let mut observer = schema.client();
-    let guard = client.lock_with("k", &often()).unwrap();
+    let guard = client.lock_with("k", &renewing_often()).unwrap();
     let long = Duration::from_secs(600);
     let ExtendResult::Extended { expires_at_ms } = guard.extend(long).unwrap() else { panic!("it is held") };
     assert!(expiry(&mut observer, "k") >= expires_at_ms);
@@ -255,7 +206,7 @@ fn the_ttl_of_an_extend_is_the_ttl_of_later_renewals() {
 fn a_release_that_failed_is_done_by_the_worker_when_the_server_is_back() {
     let server = Server::start(&Config::new());
     let schema = server.schema();
-    let failures = Told::new();
+    let failures = Recorder::default();
     let builder =
         PgLockClient::builder().operation_timeout(ms(300)).on_release_error(on_release_error(&failures));
     let client = leases::connect(builder, &schema.url());
@@ -274,10 +225,10 @@ fn a_release_that_failed_is_done_by_the_worker_when_the_server_is_back() {
 fn drop_with_the_server_away_returns_in_time_and_tells_the_callback() {
     let server = Server::start(&Config::new());
     let schema = server.schema();
-    let failures = Told::new();
+    let failures = Recorder::default();
     let builder = PgLockClient::builder().dispose_timeout(ms(400));
     let client = leases::connect(builder.on_release_error(on_release_error(&failures)), &schema.url());
-    let own = Told::new();
+    let own = Recorder::default();
     let (first, second) = (
         client.lock("first").unwrap(),
         client.lock_with("second", &LockOptions::new().on_release_error(on_release_error(&own))).unwrap(),
@@ -319,7 +270,7 @@ fn drop_with_the_server_away_returns_in_time_and_tells_the_callback() {
 fn drop_of_a_row_that_another_session_locks_ends_with_a_timeout() {
     let schema = crate::support::schema();
     for url in [schema.url(), schema.socket_url()] {
-        let failures = Told::new();
+        let failures = Recorder::default();
         let builder = PgLockClient::builder().dispose_timeout(ms(300));
         let client = leases::connect(builder.on_release_error(on_release_error(&failures)), &url);
         let (mut observer, mut other) = (schema.client(), schema.client());
@@ -341,7 +292,7 @@ fn drop_of_a_row_that_another_session_locks_ends_with_a_timeout() {
 #[test]
 fn a_lease_that_is_gone_already_is_no_failed_release() {
     let schema = crate::support::schema();
-    let failures = Told::new();
+    let failures = Recorder::default();
     let builder = PgLockClient::builder().on_release_error(on_release_error(&failures));
     let client = leases::connect(builder, &schema.url());
     let mark = logs::capture();
@@ -386,8 +337,8 @@ fn without_a_handler_a_failed_release_is_warned_of_once_and_namelessly() {
 fn a_panic_in_a_callback_stays_there() {
     let schema = crate::support::schema();
     let builder = PgLockClient::builder().dispose_timeout(ms(150));
-    let calls = Told::new();
-    let (lost, release) = (calls.sink(), calls.sink());
+    let calls = Recorder::default();
+    let (lost, release) = (calls.callback(), calls.callback());
     let client = leases::connect(
         builder.on_release_error(move |_, _| {
             release("release");
@@ -396,8 +347,8 @@ fn a_panic_in_a_callback_stays_there() {
         &schema.url(),
     );
     let (mut observer, mut other) = (schema.client(), schema.client());
-    let bystander = client.lock_with("bystander", &often()).unwrap();
-    let options = often().on_lost(move |_| {
+    let bystander = client.lock_with("bystander", &renewing_often()).unwrap();
+    let options = renewing_often().on_lost(move |_| {
         lost("lost");
         std::panic::resume_unwind(Box::new("in on_lost"));
     });

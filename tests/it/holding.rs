@@ -4,24 +4,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::support::calls::{asking_often, ms};
 use crate::support::leases::{self, client, row, wait_until_released};
-use crate::support::{LIMIT, wait_until};
+use crate::support::{LIMIT, TTL, wait_until};
 use postgres::Client;
 use syncguard::{
-    AcquireResult, Backoff, ExtendResult, Heartbeat, LockGuard, LockOptions, Lookup, LostReason,
-    ReleaseResult,
+    AcquireResult, ExtendResult, Heartbeat, LockGuard, LockOptions, Lookup, LostReason, ReleaseResult,
 };
 
 const HOUR: Duration = Duration::from_secs(3600);
-const TTL: Duration = Duration::from_secs(30);
-
-fn ms(n: u64) -> Duration {
-    Duration::from_millis(n)
-}
-
-fn eager() -> LockOptions {
-    LockOptions::new().wait_forever().backoff(Backoff::Fixed).retry_delay(ms(5))
-}
 
 #[test]
 fn a_lease_can_be_managed_by_hand_and_nothing_touches_it() {
@@ -159,7 +150,7 @@ fn a_forgotten_guard_ends_at_max_hold_because_nobody_renews_it() {
     let acquired = row(&mut observer, "k").unwrap().acquired_at_ms;
     renewed_times(&mut observer, &guard, 3);
     std::mem::forget(guard);
-    let next = client.lock_with("k", &eager()).unwrap();
+    let next = client.lock_with("k", &asking_often()).unwrap();
     assert_eq!(next.fence().get(), 2);
     let taken = row(&mut observer, "k").unwrap().acquired_at_ms;
     assert!(taken > acquired + 1400, "it was renewed beyond its first ttl: {} ms", taken - acquired);

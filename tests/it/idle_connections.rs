@@ -3,20 +3,16 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::support::calls::ms;
 use crate::support::forward::Forwarder;
 use crate::support::leases::{connect, named, sessions};
-use crate::support::{Config, LIMIT, Server, TestSchema, together, wait_until, wait_until_app_waits};
+use crate::support::{Config, LIMIT, Server, TTL, TestSchema, together, wait_until, wait_until_app_waits};
 use postgres::NoTls;
 use r2d2_postgres::PostgresConnectionManager;
 use syncguard::{AdvisoryKey, CancelToken, ErrorCode, Heartbeat, LockOptions, PgLockClient};
 
-const TTL: Duration = Duration::from_secs(30);
 /// A bound that only a test which fails reaches.
 const LONG: Duration = Duration::from_secs(120);
-
-fn ms(n: u64) -> Duration {
-    Duration::from_millis(n)
-}
 
 fn is_free(client: &PgLockClient, key: &str) -> bool {
     !client.is_locked(key).expect("the server answers")

@@ -8,6 +8,7 @@ mod times;
 
 use std::time::Duration;
 
+use crate::support::calls::{FORMS, token};
 use crate::support::{Call, LIMIT, Scripted, TTL, id, logs, place, unique};
 use log::Level;
 use syncguard::backend::{Attempt, Clock, RenewOutcome, Renewal};
@@ -15,12 +16,6 @@ use syncguard::{
     AcquireResult, Backoff, CancelToken, ErrorCode, ExtendResult, FENCE_MAX, FENCE_WARN, Heartbeat,
     LockBackend, LockOptions, Lookup, MAX_TTL, PgLockClient, ReleaseResult, hash_key,
 };
-
-const FORMS: [bool; 2] = [false, true];
-
-fn token(two_messages: bool) -> CancelToken {
-    if two_messages { CancelToken::new() } else { CancelToken::never() }
-}
 
 #[test]
 fn a_ttl_that_is_too_short_or_too_long_is_refused_by_every_call() {

@@ -1,53 +1,19 @@
 //! Waiting for a lock, and how long it is held: the options, one by one and together.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, mpsc};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::support::leases::{self, Events, client, counter, forge, forged_id, row};
-use crate::support::{Config, LIMIT, Server, Stop, Worker, wait_until, wait_until_app_waits, worker};
+use crate::support::calls::{asking_hourly, asking_often, ms};
+use crate::support::leases::{self, Events, client, counter, forge, forged_id, row, while_asleep};
+use crate::support::{Config, LIMIT, Server, Stop, TTL, Worker, wait_until, wait_until_app_waits, worker};
 use postgres::Client;
 use syncguard::{
-    Backoff, ErrorCode, Heartbeat, Jitter, LockError, LockOptions, Operation, PgLockClient, ReleaseResult,
-    ReleaseSource,
+    ErrorCode, Heartbeat, LockError, LockOptions, Operation, PgLockClient, ReleaseResult, ReleaseSource,
 };
 
 const HOUR: Duration = Duration::from_secs(3600);
-const TTL: Duration = Duration::from_secs(30);
-
-fn ms(n: u64) -> Duration {
-    Duration::from_millis(n)
-}
-
-/// Waits for ever, and asks again so rarely that only a call can help.
-fn sleepy() -> LockOptions {
-    LockOptions::new()
-        .wait_forever()
-        .backoff(Backoff::Fixed)
-        .jitter(Jitter::None)
-        .retry_delay(HOUR)
-        .wake_ups(false)
-}
-
-fn eager() -> LockOptions {
-    LockOptions::new().wait_forever().backoff(Backoff::Fixed).retry_delay(ms(5))
-}
-
-/// Runs `work` on a thread, and `meanwhile` as soon as that thread sleeps.
-fn while_asleep<T: Send>(work: impl FnOnce() -> T + Send, meanwhile: impl FnOnce()) -> T {
-    thread::scope(|scope| {
-        let (tell, place) = mpsc::channel();
-        let thread = scope.spawn(move || {
-            tell.send(leases::this_thread()).unwrap();
-            work()
-        });
-        leases::wait_until_asleep(&place.recv().unwrap());
-        meanwhile();
-        wait_until(LIMIT, "the waiter returns", || thread.is_finished());
-        thread.join().unwrap()
-    })
-}
 
 #[test]
 fn a_waiter_gets_the_key_at_once_when_its_process_lets_it_go() {
@@ -58,7 +24,7 @@ fn a_waiter_gets_the_key_at_once_when_its_process_lets_it_go() {
         let first = guard.fence();
         // The next look would come in an hour.
         let next = while_asleep(
-            || client.lock_with("k", &sleepy()).unwrap(),
+            || client.lock_with("k", &asking_hourly()).unwrap(),
             || {
                 if drop_it {
                     drop(guard);
@@ -78,7 +44,7 @@ fn a_waiter_gets_the_key_when_another_process_lets_it_go() {
         let client = PgLockClient::connect(&parent.arg("url")).unwrap();
         assert!(client.try_lock("k").unwrap().is_none());
         parent.say("waits");
-        let guard = client.lock_with("k", &eager()).unwrap();
+        let guard = client.lock_with("k", &asking_often()).unwrap();
         parent.say(&guard.fence().to_string());
         parent.hear();
         guard.release().unwrap();
@@ -97,7 +63,7 @@ fn a_waiter_gets_the_key_when_another_process_lets_it_go() {
     assert!(client.try_lock("k").unwrap().is_none(), "the other process has it");
     worker.tell("release");
     worker.expect("released");
-    assert_eq!(client.lock_with("k", &eager()).unwrap().fence().get(), 3);
+    assert_eq!(client.lock_with("k", &asking_often()).unwrap().fence().get(), 3);
 }
 
 #[test]
@@ -117,7 +83,7 @@ fn a_killed_process_frees_its_key_after_ttl_and_tolerance() {
     worker.expect("000000000000001");
     worker.kill();
     let last = row(&mut observer, "k").expect("nobody was left to release it").expires_at_ms;
-    let guard = client.lock_with("k", &eager()).unwrap();
+    let guard = client.lock_with("k", &asking_often()).unwrap();
     assert_eq!(guard.fence().get(), 2);
     assert!(row(&mut observer, "k").unwrap().acquired_at_ms >= last + 1000);
 }
@@ -132,7 +98,7 @@ fn after_its_timeout_a_waiter_names_the_holder_as_far_as_it_can_be_known() {
     let schema = crate::support::schema();
     let (client, other) = (client(&schema), client(&schema));
     let elsewhere = other.lock_with("elsewhere", &LockOptions::new().ttl(Duration::from_secs(20))).unwrap();
-    let wait = |key: &str| client.lock_with(key, &eager().timeout(ms(300))).unwrap_err().to_string();
+    let wait = |key: &str| client.lock_with(key, &asking_often().timeout(ms(300))).unwrap_err().to_string();
     let text = wait("elsewhere");
     assert!(text.contains(&format!("held under fencing token {}", elsewhere.fence())), "{text}");
     let rest = text.split("ends in ").nth(1).unwrap().split(' ').next().unwrap();
@@ -154,7 +120,8 @@ fn after_its_timeout_a_waiter_says_how_long_and_how_often_it_tried() {
     let client = client(&schema);
     held(&mut schema.client(), "secret-key");
     let start = Instant::now();
-    let error = client.lock_with("secret-key", &eager().timeout(ms(300)).max_retries(u32::MAX)).unwrap_err();
+    let error =
+        client.lock_with("secret-key", &asking_often().timeout(ms(300)).max_retries(u32::MAX)).unwrap_err();
     assert!(start.elapsed() >= ms(300), "it waited as long as it might");
     assert_eq!((error.code(), error.key()), (ErrorCode::AcquisitionTimeout, Some("secret-key")));
     let text = error.to_string();
@@ -234,13 +201,11 @@ fn threads_of_one_process_take_turns_in_the_order_in_which_they_came() {
     thread::scope(|scope| {
         let mut threads = Vec::new();
         for i in 0..6 {
-            let (client, order, (tell, place)) = (&client, &order, mpsc::channel());
-            threads.push(scope.spawn(move || {
-                tell.send(leases::this_thread()).unwrap();
-                let guard = client.lock_with("k", &sleepy()).unwrap();
+            let (client, order) = (&client, &order);
+            threads.push(leases::spawn_until_asleep(scope, move || {
+                let guard = client.lock_with("k", &asking_hourly()).unwrap();
                 order.lock().unwrap().push((i, guard.fence().get()));
             }));
-            leases::wait_until_asleep(&place.recv().unwrap());
         }
         guard.release().unwrap();
         wait_until(LIMIT, "all had their turn", || threads.iter().all(thread::ScopedJoinHandle::is_finished));
@@ -257,12 +222,7 @@ fn only_the_first_of_a_process_asks_the_server() {
     let guard = client.lock("k").unwrap();
     thread::scope(|scope| {
         for _ in 0..8 {
-            let (client, (tell, place)) = (&client, mpsc::channel());
-            scope.spawn(move || {
-                tell.send(leases::this_thread()).unwrap();
-                client.lock_with("k", &sleepy()).unwrap()
-            });
-            leases::wait_until_asleep(&place.recv().unwrap());
+            leases::spawn_until_asleep(scope, || client.lock_with("k", &asking_hourly()).unwrap());
         }
         // The holder's grant, and the refusal of the first in the queue.
         wait_until(LIMIT, "the first two are reported", || events.count(Operation::Acquire) >= 2);
@@ -285,7 +245,7 @@ fn no_option_lengthens_another() {
     // So that a short wait is not spent on connecting.
     drop(client.lock("warm").unwrap());
     // Every one of these would take hours, if the other option did not end it.
-    timed_out(&sleepy().timeout(ms(900)));
+    timed_out(&asking_hourly().timeout(ms(900)));
     timed_out(&LockOptions::new().timeout(ms(900)).ttl(HOUR).max_retries(u32::MAX));
     timed_out(&LockOptions::new().timeout(HOUR).max_retries(1).retry_delay(ms(1)).ttl(HOUR));
     timed_out(&LockOptions::new().wait_forever().max_retries(1).retry_delay(ms(1)));
@@ -379,7 +339,7 @@ fn lock_tries_again_after_conflicts_that_rolled_it_back() {
         let error = client.acquire("k", TTL).unwrap_err();
         assert_eq!((error.code(), error.is_contention()), (code, true), "{error:?}");
         assert!(error.to_string().contains(sqlstate), "{error}");
-        let guard = client.lock_with("k", &eager()).unwrap();
+        let guard = client.lock_with("k", &asking_often()).unwrap();
         assert_eq!(guard.fence().get(), 1, "{sqlstate}: nothing was burnt");
         wait_until(LIMIT, "all attempts are reported", || events.count(Operation::Acquire) == 4);
         assert_eq!(events.failed(Operation::Acquire, code), 3);
@@ -402,7 +362,7 @@ fn lock_survives_a_real_deadlock() {
     other.batch_execute("SET deadlock_timeout = '20s'").unwrap();
     other.batch_execute("BEGIN; SELECT 1 FROM syncguard_locks WHERE key = 'k' FOR UPDATE").unwrap();
     thread::scope(|scope| {
-        let locking = scope.spawn(|| client.lock_with("k", &eager()));
+        let locking = scope.spawn(|| client.lock_with("k", &asking_often()));
         wait_until_app_waits(&mut observer, &app);
         other.batch_execute("SELECT pg_advisory_xact_lock(hashtext('k'))").unwrap();
         other.batch_execute("ROLLBACK").unwrap();
@@ -425,7 +385,7 @@ fn lock_outlasts_a_table_lock_that_is_longer_than_one_attempt() {
     assert_eq!(error.code(), ErrorCode::NetworkTimeout);
     assert!(error.is_contention() && !error.is_outcome_unknown(), "{error:?}");
     thread::scope(|scope| {
-        let locking = scope.spawn(|| client.lock_with("k", &eager()));
+        let locking = scope.spawn(|| client.lock_with("k", &asking_often()));
         // The first attempt, and the looks after it, each end in time and are followed by another.
         let mut seen = std::collections::HashSet::new();
         let sql = "SELECT DISTINCT a.query_start::text FROM pg_stat_activity a JOIN pg_locks l ON l.pid = a.pid \
@@ -451,7 +411,7 @@ fn errors_that_are_not_contention_end_the_wait_at_once() {
         let events = Events::default();
         let client = leases::connect(PgLockClient::builder().telemetry(events.options()), &schema.url());
         fail_inserts(&mut schema.client(), sqlstate, 1);
-        let error = client.lock_with("k", &eager()).unwrap_err();
+        let error = client.lock_with("k", &asking_often()).unwrap_err();
         assert_eq!((error.code(), error.is_contention()), (code, false), "{sqlstate}: {error:?}");
         assert_eq!(error.key(), Some("k"));
         assert_eq!(row(&mut schema.client(), "k"), None);
@@ -461,9 +421,9 @@ fn errors_that_are_not_contention_end_the_wait_at_once() {
     let schema = crate::support::schema();
     let client = client(&schema);
     for key in ["", &"x".repeat(513), "a\0b"] {
-        let error: LockError = client.lock_with(key, &eager()).unwrap_err();
+        let error: LockError = client.lock_with(key, &asking_often()).unwrap_err();
         assert_eq!(error.code(), ErrorCode::InvalidArgument, "{key:?}");
     }
-    let error = client.lock_with("k", &eager().heartbeat(Heartbeat::Every(HOUR))).unwrap_err();
+    let error = client.lock_with("k", &asking_often().heartbeat(Heartbeat::Every(HOUR))).unwrap_err();
     assert_eq!(error.code(), ErrorCode::InvalidArgument);
 }

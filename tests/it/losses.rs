@@ -1,78 +1,30 @@
 //! Leases that are lost, how their holders learn it, and troubles that lose none.
 
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
-use crate::support::leases::{self, Events, client, delete_row, forge, forged_id, row, wait_until_released};
-use crate::support::{Config, LIMIT, Server, Stop, logs, wait_until};
+use crate::support::calls::{MARGIN, Recorder, ms, on_release_error, renewing_often};
+use crate::support::leases::{
+    self, Events, client, delete_row, expiry, forge, forged_id, row, wait_until_released, wait_until_renewed,
+};
+use crate::support::{Config, LIMIT, Server, Stop, TTL, logs, wait_until};
 use postgres::Client;
 use syncguard::{
     ErrorCode, ExtendResult, Heartbeat, LockGuard, LockOptions, LostReason, Operation, PgLockClient,
-    ReleaseErrorContext, ReleaseResult, ReleaseSource,
+    ReleaseResult,
 };
 
-const TTL: Duration = Duration::from_secs(30);
-/// What a bounded call may take beyond its bound before it counts as hanging.
-const MARGIN: Duration = Duration::from_secs(2);
-
-fn ms(n: u64) -> Duration {
-    Duration::from_millis(n)
-}
-
-/// Renewed so often that a test need not wait for it.
-fn often() -> LockOptions {
-    LockOptions::new().heartbeat(Heartbeat::Every(ms(40)))
-}
-
-/// Collects what a callback was told.
-struct Told<T>(Arc<Mutex<Vec<T>>>);
-
-impl<T: Clone + Send + 'static> Told<T> {
-    fn new() -> Self {
-        Self(Arc::default())
-    }
-    fn sink(&self) -> impl Fn(T) + Send + Sync + 'static {
-        let list = Arc::clone(&self.0);
-        move |item| list.lock().unwrap_or_else(PoisonError::into_inner).push(item)
-    }
-    fn list(&self) -> Vec<T> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-}
-
-type ReleaseFailure = (ErrorCode, ReleaseSource, String, String);
-
-fn on_release_error(
-    told: &Told<ReleaseFailure>,
-) -> impl Fn(&syncguard::LockError, &ReleaseErrorContext) + Send + Sync + 'static {
-    let sink = told.sink();
-    move |error, context| {
-        sink((error.code(), context.source, context.key.clone(), context.lock_id.clone()));
-    }
-}
-
-fn expiry(observer: &mut Client, key: &str) -> i64 {
-    row(observer, key).unwrap().expires_at_ms
-}
-
-/// Until the server's row of this guard was renewed.
-#[track_caller]
-fn wait_until_renewed(observer: &mut Client, guard: &LockGuard) {
-    let before = expiry(observer, guard.key());
-    wait_until(LIMIT, "the guard is renewed", || expiry(observer, guard.key()) > before);
-}
-
 /// A guard whose `on_lost` is noted, and what it was told.
-fn watched(client: &PgLockClient, key: &str, options: LockOptions) -> (LockGuard, Told<LostReason>) {
-    let told = Told::new();
-    let guard = client.lock_with(key, &options.on_lost(told.sink())).unwrap();
+fn watched(client: &PgLockClient, key: &str, options: LockOptions) -> (LockGuard, Recorder<LostReason>) {
+    let told = Recorder::default();
+    let guard = client.lock_with(key, &options.on_lost(told.callback())).unwrap();
     assert!(guard.is_held() && guard.lost_reason().is_none() && told.list().is_empty());
     (guard, told)
 }
 
 /// Until the guard knows that it is lost, for this reason, told once.
 #[track_caller]
-fn assert_lost(guard: &LockGuard, told: &Told<LostReason>, reason: LostReason) {
+fn assert_lost(guard: &LockGuard, told: &Recorder<LostReason>, reason: LostReason) {
     assert!(guard.lost().wait_timeout(LIMIT), "the guard notices");
     assert_eq!(guard.lost_reason(), Some(reason));
     assert!(!guard.is_held() && guard.remaining().is_zero());
@@ -85,7 +37,7 @@ fn assert_lost(guard: &LockGuard, told: &Told<LostReason>, reason: LostReason) {
 fn a_row_that_is_gone_is_a_lost_lease() {
     let schema = crate::support::schema();
     let client = client(&schema);
-    let (guard, told) = watched(&client, "k", often());
+    let (guard, told) = watched(&client, "k", renewing_often());
     assert_eq!(delete_row(&mut schema.client(), "k"), 1);
     assert_lost(&guard, &told, LostReason::RowMissing);
     assert_eq!(guard.release().unwrap(), ReleaseResult::NotHeld);
@@ -97,7 +49,7 @@ fn a_lease_that_somebody_took_over_is_lost_with_the_newer_fence() {
     let schema = crate::support::schema();
     let client = client(&schema);
     let mut observer = schema.client();
-    let (guard, told) = watched(&client, "k", often());
+    let (guard, told) = watched(&client, "k", renewing_often());
     let old = guard.fence();
     forge(&mut observer, "k", &forged_id(7), 60_000);
     let theirs = row(&mut observer, "k");
@@ -116,7 +68,7 @@ fn a_lease_that_the_server_holds_for_expired_is_lost() {
     let schema = crate::support::schema();
     let client = client(&schema);
     let mut observer = schema.client();
-    let (guard, told) = watched(&client, "k", often());
+    let (guard, told) = watched(&client, "k", renewing_often());
     observer.execute("UPDATE syncguard_locks SET expires_at_ms = expires_at_ms - 60000", &[]).unwrap();
     assert_lost(&guard, &told, LostReason::Expired);
     let dead = expiry(&mut observer, "k");
@@ -129,7 +81,7 @@ fn a_lost_lease_leaves_a_warning_with_the_reason_and_the_key_s_hash_but_no_key()
     let schema = crate::support::schema();
     let (client, log) = (client(&schema), logs::capture());
     let key = format!("a key that is lost {}", crate::support::unique());
-    let guard = client.lock_with(&key, &often()).unwrap();
+    let guard = client.lock_with(&key, &renewing_often()).unwrap();
     delete_row(&mut schema.client(), &key);
     let hash = syncguard::hash_key(&key);
     let lines = || log.at_least(log::Level::Warn).into_iter().filter(|line| line.text.contains(&hash));
@@ -182,7 +134,7 @@ fn a_lease_is_lost_by_its_own_deadline_when_the_server_is_away() {
 fn a_lease_is_lost_by_its_own_deadline_when_the_server_is_frozen() {
     let server = Server::start(&Config::new());
     let schema = server.schema();
-    let failures = Told::new();
+    let failures = Recorder::default();
     let builder =
         PgLockClient::builder().dispose_timeout(ms(300)).on_release_error(on_release_error(&failures));
     let client = leases::connect(builder, &schema.url());
@@ -204,10 +156,10 @@ fn a_lease_is_lost_by_its_own_deadline_when_the_server_is_frozen() {
 fn a_holder_learns_of_its_loss_in_time_although_a_callback_blocks_the_worker() {
     let schema = crate::support::schema();
     let client = client(&schema);
-    let (inside, gate) = (Told::new(), Arc::new(Mutex::new(())));
+    let (inside, gate) = (Recorder::default(), Arc::new(Mutex::new(())));
     let closed = gate.lock().unwrap();
-    let options = often().on_lost({
-        let (tell, gate) = (inside.sink(), Arc::clone(&gate));
+    let options = renewing_often().on_lost({
+        let (tell, gate) = (inside.callback(), Arc::clone(&gate));
         move |reason| {
             tell(reason);
             drop(gate.lock());
@@ -245,7 +197,7 @@ fn renewals_that_fail_now_and_then_do_not_lose_the_lease() {
     let builder = PgLockClient::builder().telemetry(events.options());
     let client = leases::connect(builder, &leases::named(&schema.url(), &app));
     let mut observer = schema.client();
-    let (guard, told) = watched(&client, "k", often());
+    let (guard, told) = watched(&client, "k", renewing_often());
     fail_updates(&mut observer, 2);
     wait_until(LIMIT, "two renewals have failed", || {
         events.failed(Operation::Extend, ErrorCode::Internal) == 2
@@ -266,8 +218,8 @@ fn a_row_that_somebody_locks_stays_held_and_holds_no_other_up() {
     let schema = crate::support::schema();
     let client = client(&schema);
     let (mut observer, mut other) = (schema.client(), schema.client());
-    let (guard, told) = watched(&client, "busy", often());
-    let neighbour = client.lock_with("neighbour", &often()).unwrap();
+    let (guard, told) = watched(&client, "busy", renewing_often());
+    let neighbour = client.lock_with("neighbour", &renewing_often()).unwrap();
     other.batch_execute("BEGIN; SELECT 1 FROM syncguard_locks WHERE key = 'busy' FOR UPDATE").unwrap();
     let before = expiry(&mut observer, "busy");
     for _ in 0..5 {

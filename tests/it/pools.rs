@@ -6,8 +6,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::support::calls::{MARGIN, ms, renewing_often};
 use crate::support::leases::{self, connect, named, row, sessions};
-use crate::support::{Config, LIMIT, Server, Stop, TestSchema, together, wait_until, wait_until_app_waits};
+use crate::support::{
+    Config, LIMIT, Server, Stop, TTL, TestSchema, together, wait_until, wait_until_app_waits,
+};
 use postgres::{Client, NoTls};
 use r2d2_postgres::PostgresConnectionManager;
 use syncguard::{
@@ -15,16 +18,8 @@ use syncguard::{
     ReleaseResult,
 };
 
-const TTL: Duration = Duration::from_secs(30);
 /// A bound that only a test which fails reaches.
 const LONG: Duration = Duration::from_secs(120);
-/// What a bounded call may take beyond its bound before it counts as hanging.
-const MARGIN: Duration = Duration::from_secs(2);
-
-fn ms(n: u64) -> Duration {
-    Duration::from_millis(n)
-}
-
 fn cycle(client: &PgLockClient, key: &str) -> u64 {
     let grant = client.acquire(key, TTL).unwrap().acquired().expect("the key is free");
     assert_eq!(client.release(&grant.lock_id).unwrap(), ReleaseResult::Released);
@@ -80,14 +75,11 @@ fn no_more_connections_are_opened_than_allowed_and_they_are_used_again() {
     }
     assert_eq!(pids(&mut observer, &app), before, "no connection was opened or closed for them");
     // Renewals have one of their own, beside those.
-    let guards: Vec<_> = (0..10).map(|n| client.lock_with(&format!("g{n}"), &often()).unwrap()).collect();
+    let guards: Vec<_> =
+        (0..10).map(|n| client.lock_with(&format!("g{n}"), &renewing_often()).unwrap()).collect();
     wait_until(LIMIT, "they are renewed", || sessions(&mut observer, &app) == 4);
     drop(guards);
     assert_eq!(sessions(&mut observer, &app), 4);
-}
-
-fn often() -> LockOptions {
-    LockOptions::new().heartbeat(Heartbeat::Every(ms(40)))
 }
 
 #[test]
@@ -164,7 +156,7 @@ fn idle_connections_that_an_operator_ends_are_replaced_silently() {
         wait_until(LIMIT, "they have ended", || sessions(&mut observer, &app) == 0);
         assert_eq!(cycle(&client, "k"), n);
         assert!(!client.is_locked("k").unwrap());
-        let guard = client.lock_with("guarded", &often()).unwrap();
+        let guard = client.lock_with("guarded", &renewing_often()).unwrap();
         observer.query(terminate, &[&app]).unwrap();
         assert_eq!(guard.release().unwrap(), ReleaseResult::Released);
     }
@@ -191,7 +183,7 @@ fn everything_works_on_a_callers_pool() {
     let tokens = client.cancellable(&syncguard::CancelToken::new());
     let mut observer = schema.client();
     assert_eq!((cycle(&client, "k"), cycle(&tokens, "k")), (1, 2));
-    let guard = client.lock_with("guarded", &often()).unwrap();
+    let guard = client.lock_with("guarded", &renewing_often()).unwrap();
     assert!(client.try_lock("guarded").unwrap().is_none() && client.is_locked("guarded").unwrap());
     renewed(&mut observer, &guard);
     // One connection is kept for renewals, so the caller has two left, also while all others are out.
@@ -235,7 +227,7 @@ fn a_callers_pool_of_one_needs_a_connection_for_renewals() {
     assert!(alone.lock_with("k", &no_renewal).unwrap().is_held());
     let config = named(&schema.url(), &app).parse().unwrap();
     let helped = PgLockClient::builder().maintenance(config, NoTls).build(pool.clone()).unwrap();
-    let guard = helped.lock_with("k", &often()).unwrap();
+    let guard = helped.lock_with("k", &renewing_often()).unwrap();
     let taken = pool.get().unwrap();
     renewed(&mut schema.client(), &guard);
     drop(taken);
@@ -306,7 +298,8 @@ fn several_clients_share_one_pool() {
         PgLockClient::builder().build(pool.clone()).unwrap(),
         other_tables().build(pool.clone()).unwrap(),
     ];
-    let guards: Vec<_> = clients.iter().map(|client| client.try_lock_with("k", &often()).unwrap()).collect();
+    let guards: Vec<_> =
+        clients.iter().map(|client| client.try_lock_with("k", &renewing_often()).unwrap()).collect();
     let held: Vec<_> = guards.iter().map(Option::is_some).collect();
     assert_eq!(held, [true, false, true], "one for each pair of tables");
     let fences = together(12, |i| {

@@ -12,6 +12,7 @@ mod forms;
 
 use std::time::{Duration, Instant};
 
+use crate::support::calls::{FORMS, token};
 use crate::support::script::{Kind, Script};
 use crate::support::{Call, LIMIT, Place, Scripted, Stored, TTL, id, place, unique};
 use postgres::Client;
@@ -20,13 +21,6 @@ use syncguard::{
     AcquireResult, CancelToken, ErrorCode, ExtendResult, LockBackend, LockOptions, PgLockClient, Reason,
     ReleaseResult, Result,
 };
-
-/// One message or two: whether the call has a token to look at in between.
-const FORMS: [bool; 2] = [false, true];
-
-fn token(two_messages: bool) -> CancelToken {
-    if two_messages { CancelToken::new() } else { CancelToken::never() }
-}
 
 /// How a key's row is at the start of a race.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

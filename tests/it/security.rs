@@ -9,15 +9,10 @@ mod path;
 mod rows;
 mod supply;
 
+use crate::support::calls::{FORMS, token};
 use crate::support::{LIMIT, Server, TTL, TestSchema, place, server, unique};
 use postgres::{Config, NoTls};
-use syncguard::{CancelToken, ErrorCode, LockBackend, Lookup, PgLockClient, PgLockClientBuilder, Result};
-
-const FORMS: [bool; 2] = [false, true];
-
-fn token(two_messages: bool) -> CancelToken {
-    if two_messages { CancelToken::new() } else { CancelToken::never() }
-}
+use syncguard::{ErrorCode, LockBackend, Lookup, PgLockClient, PgLockClientBuilder, Result};
 
 fn connect(builder: PgLockClientBuilder, config: Config) -> Result<PgLockClient> {
     builder.connect_with(config, NoTls)

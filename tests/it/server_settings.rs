@@ -11,6 +11,7 @@ mod sqlstates;
 
 use std::time::Duration;
 
+use crate::support::calls::{FORMS, token};
 use crate::support::{Call, LIMIT, Place, Role, TTL, place, unique, wait_until};
 use postgres::{Config, NoTls};
 use r2d2_postgres::PostgresConnectionManager;
@@ -18,12 +19,6 @@ use syncguard::backend::{ExtendOutcome, ReleaseOutcome};
 use syncguard::{
     AcquireResult, CancelToken, LockBackend, LockOptions, Lookup, PgLockClient, PgLockClientBuilder, Result,
 };
-
-const FORMS: [bool; 2] = [false, true];
-
-fn token(two_messages: bool) -> CancelToken {
-    if two_messages { CancelToken::new() } else { CancelToken::never() }
-}
 
 /// A client with sessions of its own, or on a caller's pool.
 fn client(builder: PgLockClientBuilder, config: Config, on_a_pool: bool) -> Result<PgLockClient> {
@@ -151,12 +146,7 @@ fn works_alone(client: &PgLockClient, place: &Place, key: &str, what: &str) {
 fn time_limits_of_the_role_do_not_cut_a_wait_short() {
     let place = place();
     let key = place.key("a");
-    let role = Role::new(&place.schema);
-    place.stored.run(&format!(
-        "GRANT ALL ON ALL TABLES IN SCHEMA {} TO {}",
-        place.schema.name(),
-        role.name()
-    ));
+    let role = Role::with_tables(&place.schema);
     for (setting, value) in [("statement_timeout", "1000"), ("lock_timeout", "1")] {
         role.set(&place.schema, setting, value);
     }
@@ -198,12 +188,7 @@ fn time_limits_of_the_role_do_not_cut_a_wait_short() {
 fn sessions_that_the_server_ends_for_idleness_are_replaced() {
     let place = place();
     let key = place.key("a");
-    let role = Role::new(&place.schema);
-    place.stored.run(&format!(
-        "GRANT ALL ON ALL TABLES IN SCHEMA {} TO {}",
-        place.schema.name(),
-        role.name()
-    ));
+    let role = Role::with_tables(&place.schema);
     if place.stored.one("SELECT current_setting('server_version_num')::int", &[]).get::<_, i32>(0) < 140_000 {
         return; // the setting came with version 14
     }

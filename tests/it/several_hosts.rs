@@ -5,7 +5,7 @@ use std::sync::mpsc::channel;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::support::{Config, LIMIT, Server, Stop, Worker, standby, tls, wait_until, worker};
+use crate::support::{Config, LIMIT, Server, Stop, TTL, Worker, standby, tls, wait_until, worker};
 use openssl::ssl::{SslConnector, SslMethod, SslVerifyMode};
 use postgres::Config as Settings;
 use postgres_openssl::MakeTlsConnector;
@@ -14,7 +14,6 @@ use syncguard::{CancelToken, ErrorCode, LockOptions, PgLockClient};
 /// What a silent host may take of a call before it is the next one's turn.
 const BOUND: Duration = Duration::from_secs(8);
 const HOUR: Duration = Duration::from_secs(3600);
-const TTL: Duration = Duration::from_secs(30);
 
 /// A host that takes no connection and refuses none: its queue is full, so that the kernel drops
 /// what comes.

@@ -7,16 +7,10 @@
 use std::fmt::Debug;
 use std::time::Duration;
 
+use crate::support::calls::{FORMS, token};
 use crate::support::{Place, TTL, id, place};
 use syncguard::backend::{Attempt, Clock, ReleaseOutcome, Renewal};
-use syncguard::{CancelToken, ErrorCode, LockBackend, LockError, LockOptions};
-
-/// One message or two: whether the call has a token to look at in between.
-const FORMS: [bool; 2] = [false, true];
-
-fn token(two_messages: bool) -> CancelToken {
-    if two_messages { CancelToken::new() } else { CancelToken::never() }
-}
+use syncguard::{ErrorCode, LockBackend, LockError, LockOptions};
 
 const LOCKS: &str = "syncguard_locks";
 const COUNTERS: &str = "syncguard_fence_counters";

@@ -1,23 +1,12 @@
 //! The end of a client: everybody is told, everything is let go, nothing is left running.
 
-use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
+use crate::support::calls::asking_hourly;
 use crate::support::leases::{self, client, row, threads_named};
-use crate::support::{LIMIT, Worker, wait_until, worker};
-use syncguard::{Backoff, ErrorCode, LockOptions, LostReason, PgLockClient, ReleaseResult};
-
-const TTL: Duration = Duration::from_secs(30);
-
-/// Waits for ever, and asks again in an hour.
-fn sleepy() -> LockOptions {
-    LockOptions::new()
-        .wait_forever()
-        .backoff(Backoff::Fixed)
-        .retry_delay(Duration::from_secs(3600))
-        .wake_ups(false)
-}
+use crate::support::{LIMIT, TTL, Worker, wait_until, worker};
+use syncguard::{ErrorCode, LockOptions, LostReason, PgLockClient, ReleaseResult};
 
 #[test]
 fn closing_tells_holders_and_waiters_and_lets_everything_go() {
@@ -29,15 +18,7 @@ fn closing_tells_holders_and_waiters_and_lets_everything_go() {
     leases::delete_row(&mut observer, "k7");
     let (report, waited) = thread::scope(|scope| {
         let waiters: Vec<_> = (0..3)
-            .map(|_| {
-                let (client, (tell, place)) = (&client, mpsc::channel());
-                let waiter = scope.spawn(move || {
-                    tell.send(leases::this_thread()).unwrap();
-                    client.lock_with("k0", &sleepy()).map(drop)
-                });
-                leases::wait_until_asleep(&place.recv().unwrap());
-                waiter
-            })
+            .map(|_| leases::spawn_until_asleep(scope, || client.lock_with("k0", &asking_hourly()).map(drop)))
             .collect();
         let report = client.clone().close(LIMIT).unwrap();
         (report, waiters.into_iter().map(|waiter| waiter.join().unwrap()).collect::<Vec<_>>())

@@ -6,12 +6,10 @@
 use std::time::Duration;
 
 use crate::support::session_locks::key;
-use crate::support::{Config, LIMIT, Place, Server, TestSchema, logs, place, wait_until};
+use crate::support::{Config, LIMIT, Place, Server, TTL, TestSchema, logs, place, wait_until};
 use postgres::{Client, NoTls};
 use r2d2_postgres::PostgresConnectionManager;
 use syncguard::{CancelToken, ErrorCode, ExtendResult, Heartbeat, LockOptions, PgLockClient, ReleaseResult};
-
-const TTL: Duration = Duration::from_secs(30);
 
 type Pool = r2d2::Pool<PostgresConnectionManager<NoTls>>;
 

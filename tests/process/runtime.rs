@@ -3,17 +3,14 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
-use std::time::Duration;
 
 use crate::support::leases::{self, client, named, row, sessions, wait_until_released};
-use crate::support::{LIMIT, TestSchema, Worker, wait_until, worker};
+use crate::support::{LIMIT, TTL, TestSchema, Worker, wait_until, worker};
 use r2d2_postgres::PostgresConnectionManager;
 use syncguard::{
     ErrorCode, LockError, LockOptions, Lookup, PgLockClient, ReleaseErrorContext, ReleaseResult,
 };
 use tokio::runtime::{Builder, Runtime};
-
-const TTL: Duration = Duration::from_secs(30);
 
 /// Both flavours: one thread for everything, and several.
 fn runtimes() -> [(&'static str, Runtime); 2] {

@@ -7,16 +7,14 @@ use std::error::Error;
 use std::fmt::Debug;
 use std::sync::{Arc, Mutex};
 use std::thread;
-use std::time::Duration;
 
+use crate::support::calls::{ms, renewing_often};
 use crate::support::leases::{self, connect, delete_row, forge, row, set_counter, wait_until_released};
-use crate::support::{Config, LIMIT, Server, Stop, logs, wait_until_app_waits};
+use crate::support::{Config, LIMIT, Server, Stop, TTL, logs, wait_until_app_waits};
 use syncguard::{
-    CancelToken, ErrorCode, FENCE_MAX, FENCE_WARN, Heartbeat, LockError, LockOptions, Lookup, PgLockClient,
-    ReleaseResult,
+    CancelToken, ErrorCode, FENCE_MAX, FENCE_WARN, LockError, Lookup, PgLockClient, ReleaseResult,
 };
 
-const TTL: Duration = Duration::from_secs(30);
 /// In every key, in forged lock ids, and in the password.
 const MARK: &str = "MARKER";
 const PASSWORD: &str = "MARKERpassword";
@@ -60,14 +58,6 @@ impl Shown {
             }
         }
     }
-}
-
-fn ms(n: u64) -> Duration {
-    Duration::from_millis(n)
-}
-
-fn often() -> LockOptions {
-    LockOptions::new().heartbeat(Heartbeat::Every(ms(40)))
 }
 
 /// The server's URL with a password, which a server that trusts everybody does not look at.
@@ -116,7 +106,7 @@ fn no_key_no_lock_id_and_no_password_is_shown_or_logged() {
     shown.debug(&client.operator().waiters("MARKER-manual").unwrap());
     shown.debug(&client.operator().break_lock("MARKER-manual", "an operator").unwrap());
     shown.debug(&client.release(&grant.lock_id).unwrap());
-    let options = often().cancel(&CancelToken::new()).on_lost(|_| ());
+    let options = renewing_often().cancel(&CancelToken::new()).on_lost(|_| ());
     shown.debug(&options);
     shown.debug(&client);
     shown.debug(client.locks());
@@ -124,7 +114,7 @@ fn no_key_no_lock_id_and_no_password_is_shown_or_logged() {
     ids.push(guard.lock_id().to_owned());
     shown.debug(&guard);
     shown.debug(&guard.release().unwrap());
-    client.with_lock("MARKER-helped", &often(), |guard| shown.debug(guard)).unwrap();
+    client.with_lock("MARKER-helped", &renewing_often(), |guard| shown.debug(guard)).unwrap();
 
     // What is refused before it is sent.
     let long = MARK.repeat(100);
@@ -144,19 +134,22 @@ fn no_key_no_lock_id_and_no_password_is_shown_or_logged() {
 
     // Contention, time-outs, tokens.
     forge(&mut observer, "MARKER-taken", ID, 3_600_000);
-    shown.failed(ErrorCode::AcquisitionTimeout, client.lock_with("MARKER-taken", &often().timeout(ms(50))));
+    shown.failed(
+        ErrorCode::AcquisitionTimeout,
+        client.lock_with("MARKER-taken", &renewing_often().timeout(ms(50))),
+    );
     let fired = CancelToken::new();
     fired.cancel();
     shown.failed(ErrorCode::Aborted, client.cancellable(&fired).release(ID));
-    shown.failed(ErrorCode::Aborted, client.lock_with("MARKER-taken", &often().cancel(&fired)));
+    shown.failed(ErrorCode::Aborted, client.lock_with("MARKER-taken", &renewing_often().cancel(&fired)));
 
     // Leases that are lost, and releases that fail.
-    let lost = client.lock_with("MARKER-lost", &often()).unwrap();
+    let lost = client.lock_with("MARKER-lost", &renewing_often()).unwrap();
     delete_row(&mut observer, "MARKER-lost");
     assert!(lost.lost().wait_timeout(LIMIT));
     shown.debug(&lost);
     shown.text(lost.lost_reason().unwrap().to_string());
-    let taken = client.lock_with("MARKER-over", &often()).unwrap();
+    let taken = client.lock_with("MARKER-over", &renewing_often()).unwrap();
     forge(&mut observer, "MARKER-over", "MARKERlockid9876543210", 60_000);
     assert!(taken.lost().wait_timeout(LIMIT));
     shown.debug(&taken.lost_reason());
@@ -233,7 +226,7 @@ fn no_key_no_lock_id_and_no_password_is_shown_or_logged() {
     observer.batch_execute("ALTER TABLE elsewhere RENAME TO syncguard_locks").unwrap();
 
     // A call that the server is made to drop, and one without an answer.
-    let held = client.lock_with("MARKER-held", &often()).unwrap();
+    let held = client.lock_with("MARKER-held", &renewing_often()).unwrap();
     ids.push(held.lock_id().to_owned());
     other.batch_execute("BEGIN; SELECT pg_advisory_xact_lock(hashtext('MARKER-dropped'))").unwrap();
     thread::scope(|scope| {

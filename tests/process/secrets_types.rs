@@ -9,14 +9,13 @@ use std::fmt::{Debug, Display};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use crate::support::{LIMIT, logs, wait_until};
+use crate::support::{LIMIT, TTL, logs, wait_until};
 use syncguard::backend::{Attempt, Clock, Renewal};
 use syncguard::{
     AdvisoryKey, AdvisoryOptions, CancelToken, ClientSettings, ErrorCode, Fence, LockBackend, LockClient,
     LockError, LockOptions, Lookup, MemoryBackend, PgLockClient, TelemetryOptions, with_telemetry,
 };
 
-const TTL: Duration = Duration::from_secs(30);
 const KEY: &str = "MARKER-key@example.com";
 
 /// Types that hold neither a key, nor a lock id, nor a connection: numbers, and words of ours.

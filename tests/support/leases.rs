@@ -1,10 +1,12 @@
 //! Leases seen from the side: the rows in the tables, forged rows, and witnesses that believe nobody.
 
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::thread::{self, Scope, ScopedJoinHandle};
 
 use postgres::{Client, NoTls};
-use syncguard::{ErrorCode, LockEvent, Operation, PgLockClient, PgLockClientBuilder, TelemetryOptions};
+use syncguard::{
+    ErrorCode, LockEvent, LockGuard, Operation, PgLockClient, PgLockClientBuilder, TelemetryOptions,
+};
 
 use super::schema::TestSchema;
 use super::wait::{LIMIT, wait_until};
@@ -47,6 +49,11 @@ pub fn row(observer: &mut Client, key: &str) -> Option<Row> {
     })
 }
 
+/// When the key's lease ends, by the server's clock.
+pub fn expiry(observer: &mut Client, key: &str) -> i64 {
+    row(observer, key).expect("the key has a row").expires_at_ms
+}
+
 /// The value of a key's fence counter.
 pub fn counter(observer: &mut Client, key: &str) -> Option<i64> {
     let sql = "SELECT fence FROM syncguard_fence_counters WHERE fence_key = 'fence:' || $1";
@@ -86,6 +93,13 @@ pub fn server_now_ms(observer: &mut Client) -> i64 {
 #[track_caller]
 pub fn wait_until_released(observer: &mut Client, key: &str) {
     wait_until(LIMIT, "the key's row is gone", || row(observer, key).is_none());
+}
+
+/// Until the server's row of this guard was renewed.
+#[track_caller]
+pub fn wait_until_renewed(observer: &mut Client, guard: &LockGuard) {
+    let before = expiry(observer, guard.key());
+    wait_until(LIMIT, "the guard is renewed", || expiry(observer, guard.key()) > before);
 }
 
 /// The URL with an application name, by which its sessions are found in `pg_stat_activity`.
@@ -144,7 +158,7 @@ impl Events {
 /// Until the thread with this directory of `/proc` waits to be called by another thread, and goes on
 /// waiting. One that waits for an answer of the server sleeps elsewhere in the kernel.
 #[track_caller]
-pub fn wait_until_asleep(thread: &std::path::Path) {
+fn wait_until_asleep(thread: &std::path::Path) {
     let read = |file| std::fs::read_to_string(thread.join(file)).unwrap_or_default();
     let mut looks = 0;
     wait_until(LIMIT, "the thread waits to be called", || {
@@ -156,8 +170,50 @@ pub fn wait_until_asleep(thread: &std::path::Path) {
     });
 }
 
+/// Starts `work` on a thread, and returns as soon as that thread sleeps.
+#[track_caller]
+pub fn spawn_until_asleep<'scope, T: Send + 'scope>(
+    scope: &'scope Scope<'scope, '_>,
+    work: impl FnOnce() -> T + Send + 'scope,
+) -> ScopedJoinHandle<'scope, T> {
+    let (tell, place) = mpsc::channel();
+    let thread = scope.spawn(move || {
+        tell.send(this_thread()).expect("the test waits for it");
+        work()
+    });
+    wait_until_asleep(&place.recv().expect("the thread runs"));
+    thread
+}
+
+/// Runs `work` on a thread, and `meanwhile` as soon as that thread sleeps.
+///
+/// # Panics
+/// When the thread does not end soon after.
+#[track_caller]
+pub fn while_asleep<T: Send>(work: impl FnOnce() -> T + Send, meanwhile: impl FnOnce()) -> T {
+    thread::scope(|scope| {
+        let thread = spawn_until_asleep(scope, work);
+        assert!(!thread.is_finished());
+        meanwhile();
+        wait_until(LIMIT, "the waiter returns", || thread.is_finished());
+        thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })
+}
+
+/// Has every insert of a lock wait, from now until the end of this connection's transaction.
+pub fn hold_inserts(gate: &mut Client) {
+    let definitions = "CREATE TABLE gate (); \
+         CREATE FUNCTION wait() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN \
+           EXECUTE format('LOCK TABLE %I.gate IN ACCESS SHARE MODE', TG_TABLE_SCHEMA); RETURN NEW; END $$; \
+         CREATE TRIGGER wait BEFORE INSERT ON syncguard_locks FOR EACH ROW EXECUTE FUNCTION wait()";
+    // Apart: in one message the BEGIN would take the definitions into its transaction.
+    for sql in [definitions, "BEGIN; LOCK TABLE gate"] {
+        gate.batch_execute(sql).expect("a new schema takes a trigger");
+    }
+}
+
 /// This thread's directory, for [`wait_until_asleep`].
-pub fn this_thread() -> std::path::PathBuf {
+fn this_thread() -> std::path::PathBuf {
     std::path::Path::new("/proc")
         .join(std::fs::read_link("/proc/thread-self").expect("Linux shows its threads"))
 }
@@ -196,7 +252,7 @@ impl Witness {
             row.expect("the witness answers").get(0)
         };
         self.run("INSERT INTO entries (key, fence) VALUES ($1, $2)", &[&key, &fence]);
-        std::thread::yield_now();
+        thread::yield_now();
         self.run("UPDATE witness SET entered = $2 WHERE key = $1", &[&key, &(seen + 1)]);
         let left = self.run("UPDATE witness SET holder = NULL WHERE key = $1 AND holder = $2", &[&key, &who]);
         assert_eq!(left, 1, "{who} was pushed out of {key}");
@@ -221,6 +277,3 @@ impl Witness {
         client.execute(sql, args).expect("the witness answers")
     }
 }
-
-/// How long a call that cannot hang may take on a machine that is busy with everything else.
-pub const PROMPT: Duration = Duration::from_secs(2);

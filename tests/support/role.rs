@@ -19,6 +19,13 @@ impl Role {
         role
     }
 
+    /// The same, with all rights on the tables that are there.
+    pub fn with_tables(schema: &TestSchema) -> Self {
+        let role = Self::new(schema);
+        admin(schema, &format!("GRANT ALL ON ALL TABLES IN SCHEMA {} TO {}", schema.name(), role.name));
+        role
+    }
+
     pub fn without_rights(schema: &TestSchema) -> Self {
         let mut config = schema.config();
         let name = format!("role_{}", super::unique());

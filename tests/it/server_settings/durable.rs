@@ -39,12 +39,7 @@ fn commits(place: &Place) -> Vec<String> {
 fn a_grant_and_an_extension_are_durable_and_a_release_need_not_be() {
     let place = place();
     probe(&place);
-    let role = Role::new(&place.schema);
-    place.stored.run(&format!(
-        "GRANT ALL ON ALL TABLES IN SCHEMA {} TO {}",
-        place.schema.name(),
-        role.name()
-    ));
+    let role = Role::with_tables(&place.schema);
     role.set(&place.schema, "default_transaction_isolation", "serializable");
     role.set(&place.schema, "default_transaction_read_only", "on");
     // What the role has, and what a grant must have: never less than a flush here.
@@ -101,12 +96,7 @@ fn a_grant_and_an_extension_are_durable_and_a_release_need_not_be() {
 fn an_attempt_that_is_asked_for_again_commits_as_durably() {
     let place = place();
     probe(&place);
-    let role = Role::new(&place.schema);
-    place.stored.run(&format!(
-        "GRANT ALL ON ALL TABLES IN SCHEMA {} TO {}",
-        place.schema.name(),
-        role.name()
-    ));
+    let role = Role::with_tables(&place.schema);
     role.set(&place.schema, "synchronous_commit", "off");
     let client = role.connect(PgLockClient::builder()).unwrap();
     let (key, id) = (place.key("a"), crate::support::id("mine"));

@@ -82,12 +82,7 @@ fn look_alikes(place: &Place) -> String {
 fn look_alikes_before_the_system_s_own_names_are_never_called() {
     let place = place();
     let key = place.key("a");
-    let role = Role::new(&place.schema);
-    place.stored.run(&format!(
-        "GRANT ALL ON ALL TABLES IN SCHEMA {} TO {}",
-        place.schema.name(),
-        role.name()
-    ));
+    let role = Role::with_tables(&place.schema);
     let hostile = look_alikes(&place);
     role.set(&place.schema, "search_path", &format!("{hostile}, pg_catalog, {}", place.schema.name()));
     let connect = |pool| {
