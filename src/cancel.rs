@@ -6,27 +6,24 @@
 //!    descendant has fired; a hook that is added to a fired token runs at once, on the adding thread.
 //! 3. A dropped [`Subscription`] never runs afterwards, unless the token had fired by then: hooks run one
 //!    after the other, and it may yet have its turn. [`Subscription::remove`] tells.
-//! 4. Which token is whose child is known to their [`Family`], and to nothing else: it has only tokens that
+//! 4. Which token is whose child is known to their [`Graph`], and to nothing else: it has only tokens that
 //!    somebody holds and that have not fired. When the last handle of a token goes, its children become
 //!    its parents' children, so that no ancestor is kept for them; when a token fires, it and its
 //!    descendants leave. Parents are always older than their children, so there is no cycle.
-//! 5. Order of the mutexes: a family's (of two, the one with the lower address first), a token's `home`, its
-//!    `hooks`. `home` changes only under the mutex of the family that is left. None is held while hooks run or
-//!    are dropped: a handle, not the family, is the last to let a node go.
-//! 6. Nothing here calls itself, so the stack does not grow with the depth of a family.
+//! 5. Order of the mutexes: a graph's (of two, the one with the lower address first), a token's `graph`, its
+//!    `hooks`. `graph` changes only under the mutex of the graph that is left. None is held while hooks run or
+//!    are dropped: a handle, not the graph, is the last to let a node go.
+//! 6. Nothing here calls itself, so the stack does not grow with the depth of a graph.
 
-mod family;
+mod graph;
 
-use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crate::error::{LockError, Result};
 use crate::model::time::deadline_after;
-use crate::sync::{Condvar, Mutex};
-use family::Family;
+use graph::Node;
 
 /// A flag that ends waits: clone it, share it between threads, fire it once.
 ///
@@ -51,23 +48,6 @@ pub struct CancelToken(Option<Arc<Handle>>);
 #[derive(Default)]
 struct Handle(Arc<Node>);
 
-#[derive(Default)]
-struct Node {
-    fired: AtomicBool,
-    hooks: Mutex<Hooks>,
-    changed: Condvar,
-    /// Its family, once it has had a parent or a child.
-    home: Mutex<Option<Arc<Mutex<Family>>>>,
-}
-
-type Hook = Box<dyn FnOnce() + Send>;
-
-#[derive(Default)]
-struct Hooks {
-    next: u64,
-    list: HashMap<u64, Hook>,
-}
-
 impl CancelToken {
     /// A token that has not fired.
     #[must_use]
@@ -87,7 +67,7 @@ impl CancelToken {
         if self.is_cancelled() {
             return;
         }
-        let hooks = family::fire(&handle.0);
+        let hooks = graph::fire(&handle.0);
         for hook in hooks {
             hook();
         }
@@ -141,7 +121,7 @@ impl CancelToken {
         let child = Arc::new(Node::default());
         let parents: Vec<_> =
             parents.iter().filter_map(|parent| parent.0.as_ref()).map(|handle| &handle.0).collect();
-        family::add(&child, &parents);
+        graph::add(&child, &parents);
         Self(Some(Arc::new(Handle(child))))
     }
 
@@ -174,26 +154,12 @@ impl CancelToken {
     }
 }
 
-impl Node {
-    fn has_fired(&self) -> bool {
-        self.fired.load(Ordering::SeqCst)
-    }
-
-    /// Fires this token alone. Its hooks are the caller's to run.
-    fn fire(&self) -> HashMap<u64, Hook> {
-        let mut hooks = self.hooks.lock();
-        self.fired.store(true, Ordering::SeqCst);
-        self.changed.notify_all();
-        std::mem::take(&mut hooks.list)
-    }
-}
-
 impl Drop for Handle {
     fn drop(&mut self) {
         // Nobody has a handle any more to give it a first relative meanwhile.
-        let related = self.0.home.lock().is_some();
+        let related = self.0.graph.lock().is_some();
         if related {
-            family::remove(&self.0);
+            graph::remove(&self.0);
         }
     }
 }

@@ -1,6 +1,8 @@
 use super::*;
-use std::sync::atomic::AtomicU32;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::thread;
+
+use crate::sync::Mutex;
 
 #[test]
 fn a_waiter_is_woken_by_cancel() {
@@ -43,7 +45,7 @@ fn a_dropped_child_leaves_nothing_at_its_parent() {
     for _ in 0..100 {
         drop(parent.child());
     }
-    assert_eq!(relatives(&parent), 1);
+    assert_eq!(related(&parent), 1);
     assert!(parent.0.as_ref().unwrap().0.hooks.lock().list.is_empty());
 }
 
@@ -110,8 +112,8 @@ fn a_hook_may_use_its_own_token() {
     drop(kept);
 }
 
-fn relatives(token: &CancelToken) -> usize {
-    family::relatives(&token.0.as_ref().unwrap().0).0
+fn related(token: &CancelToken) -> usize {
+    graph::related(&token.0.as_ref().unwrap().0).0
 }
 
 /// With less stack than a call per generation could do with.
@@ -132,7 +134,7 @@ fn a_chain_of_children_keeps_no_token_that_nobody_holds() {
             last = last.child();
             assert!(before.upgrade().is_none());
         }
-        assert_eq!(relatives(&root), 2, "the root and the last");
+        assert_eq!(related(&root), 2, "the root and the last");
         root.cancel();
         assert!(last.is_cancelled());
     });
@@ -149,7 +151,7 @@ fn a_chain_of_held_tokens_fires_and_ends_without_recursion() {
             all
         };
         let all = chain();
-        assert_eq!(relatives(&all[0]), all.len());
+        assert_eq!(related(&all[0]), all.len());
         all[0].cancel();
         assert!(all.iter().all(CancelToken::is_cancelled));
         drop(all);
@@ -157,11 +159,11 @@ fn a_chain_of_held_tokens_fires_and_ends_without_recursion() {
         let mut all = chain();
         let last = all.last().unwrap().clone();
         all.drain(..).for_each(drop);
-        assert_eq!(relatives(&last), 1);
+        assert_eq!(related(&last), 1);
         let mut all = chain();
         let root = all[0].clone();
         while all.pop().is_some() {}
-        assert_eq!(relatives(&root), 1);
+        assert_eq!(related(&root), 1);
     });
 }
 
@@ -187,7 +189,7 @@ fn a_token_of_many_keeps_each_held_part_once_and_no_other() {
         // A part that is dropped still hands its parent's signal on.
         token = token.and(&other.child()).and(&CancelToken::new());
     }
-    assert_eq!(family::relatives(&token.0.as_ref().unwrap().0), (3, 3));
+    assert_eq!(graph::related(&token.0.as_ref().unwrap().0), (3, 3));
     other.cancel();
     assert!(token.is_cancelled() && !root.is_cancelled());
 }
@@ -229,7 +231,7 @@ fn children_that_come_and_go_while_an_ancestor_fires_are_all_reached() {
             makers.into_iter().flat_map(|maker| maker.join().unwrap()).collect()
         });
         assert!(held.iter().all(CancelToken::is_cancelled));
-        assert!(held.iter().all(|token| relatives(token) <= 1));
+        assert!(held.iter().all(|token| related(token) <= 1));
     }
 }
 
@@ -295,7 +297,7 @@ fn random_walks_agree_with_a_model_that_keeps_everything() {
                 assert_eq!(walker.ran.load(Ordering::SeqCst), u32::from(fired), "seed {seed}, step {step}");
             }
             if let Some(walker) = held.last() {
-                let (related, all) = family::relatives(&walker.token.0.as_ref().unwrap().0);
+                let (related, all) = graph::related(&walker.token.0.as_ref().unwrap().0);
                 assert!(related <= all && all <= held.len(), "seed {seed}, step {step}");
             }
         }

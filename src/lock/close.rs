@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 
 use crate::backend::LostReason;
 use crate::lock::engine::Engine;
-use crate::lock::registry::PendingRelease;
+use crate::lock::registry::{PendingRelease, ReleaseTotals};
 use crate::lock::report::ReleaseSource;
-use crate::lock::worker;
+use crate::lock::{background, worker};
 use crate::model::time::{Moment, deadline_after};
 use crate::threads::{hand_over, not_here, quietly};
 use crate::waiting::LOOK;
@@ -131,8 +131,9 @@ fn end_threads(engine: &Arc<Engine>, end: Instant, on_worker: bool, first: bool)
     let mut report = {
         let mut queue = engine.registry.worker_queue.lock();
         queue.ending.get_or_insert(engine.clock.now());
-        let mut report = queue.totals;
-        report.pending = queue.releases.len() + queue.in_progress;
+        let ReleaseTotals { released, not_held, failed } = queue.totals;
+        let pending = queue.releases.len() + queue.in_progress;
+        let report = CloseReport { released, not_held, failed, pending, ..CloseReport::default() };
         queue.abandoned = report.pending > 0;
         report
     };
@@ -144,28 +145,8 @@ fn end_threads(engine: &Arc<Engine>, end: Instant, on_worker: bool, first: bool)
         report.threads_ended = true;
         return report;
     }
-    report.threads_ended = !on_worker && join(engine, end);
+    report.threads_ended = !on_worker && background::join(engine, end);
     report
-}
-
-/// Waits for the two threads, and a moment longer than asked: they have nothing left to do.
-fn join(engine: &Engine, end: Instant) -> bool {
-    let end = end.max(deadline_after(Duration::from_millis(50)));
-    let running = engine.registry.running.lock();
-    let (running, all_ended) = engine.registry.ended.wait_while(running, end, |running| *running > 0);
-    drop(running);
-    if !all_ended {
-        return false;
-    }
-    let (timer, worker) = {
-        let mut threads = engine.threads.lock();
-        (threads.timer.take(), threads.worker.take())
-    };
-    for thread in [timer, worker].into_iter().flatten() {
-        // They catch every panic; and a panic of theirs would not be the caller's.
-        let _ = thread.join();
-    }
-    true
 }
 
 /// Closes the backend where no worker does it, and never where it must not be used.

@@ -1,9 +1,9 @@
-//! The engine of a client: the backend, the queue, the two threads, and how all of it ends.
+//! The engine of a client: the backend, the queue of waiters, the registry of guards, and its end.
 //!
 //! Who keeps what alive: clients and guards share a [`Handle`]; the last handle ends the engine. The
-//! worker holds the engine, the timer only the registry, so the backend is dropped by the worker or by
-//! whoever holds the last handle; never inside an async runtime or
-//! where thread-locals are gone: drivers panic there.
+//! worker thread holds the engine, the timer only the registry, so the backend is dropped by the worker or
+//! by whoever holds the last handle; never inside an async runtime or where thread-locals are gone: drivers
+//! panic there.
 //!
 //! After a fork the child has no threads, and its copies of the mutexes may be locked for ever by
 //! threads that it has not got: there nothing is locked, nothing is asked and nothing is dropped. Its
@@ -18,11 +18,10 @@ use crate::backend::LockBackend;
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::lock::registry::{PendingRelease, Registry};
-use crate::lock::report::OnReleaseError;
-use crate::lock::{timer, worker};
+use crate::lock::report::{OnReleaseError, ReleaseErrorContext, ReleaseSource};
 use crate::model::time::{Clock, Moment};
 use crate::sync::{Condvar, Mutex};
-use crate::threads::{drop_legally, hand_over, locals_gone, not_here, quietly, spawn};
+use crate::threads::{drop_legally, hand_over, locals_gone, not_here, quietly};
 use crate::waiting::{LOOK, WaiterQueue};
 
 pub(super) struct Engine {
@@ -35,7 +34,7 @@ pub(super) struct Engine {
     pub(super) closed: AtomicBool,
     /// Whether the log has heard that renewals fail.
     pub(super) renewals_fail: AtomicBool,
-    started: AtomicBool,
+    pub(super) started: AtomicBool,
     pub(super) threads: Arc<Mutex<Threads>>,
     reserved: Mutex<Reserved>,
     /// Whether the backend may give back what it keeps for renewals. Not asked under a manual clock.
@@ -149,6 +148,26 @@ impl Engine {
         Entered(self)
     }
 
+    /// The release of a lease that nobody has a guard for, or that may have been granted.
+    pub(super) fn pending_release(&self, key: &str, lock_id: &str, over_at: Moment) -> PendingRelease {
+        PendingRelease {
+            context: ReleaseErrorContext {
+                key: key.to_owned(),
+                lock_id: lock_id.to_owned(),
+                source: ReleaseSource::Worker,
+            },
+            handler: self.on_release_error.clone(),
+            min_hold_end: self.clock.now(),
+            known: None,
+            lease_end: over_at,
+            over_at,
+            may_arrive: false,
+            reported: false,
+            tries: 0,
+            last_error: None,
+        }
+    }
+
     /// Leaves a lease to the worker, or, where there is none any more, lets it go at once; where the
     /// backend must not be used, on a thread of its own.
     pub(super) fn hand_to_worker(self: &Arc<Self>, pending: PendingRelease) {
@@ -174,44 +193,6 @@ impl Engine {
         let mut calls = self.calls.lock();
         calls.awaited |= calls.running > 0;
         self.calls_done.wait_while(calls, end, |calls| calls.running > 0).1
-    }
-
-    /// Starts the two threads, once.
-    pub(super) fn start(self: &Arc<Self>) -> Result<()> {
-        if self.started.load(Ordering::Acquire) {
-            return Ok(());
-        }
-        let mut threads = self.threads.lock();
-        if threads.over {
-            return Err(LockError::closed());
-        }
-        let failed = |cause| {
-            LockError::new(ErrorCode::Internal)
-                .with_message("the system gave no thread to look after the lock with: nothing was locked")
-                .with_source(cause)
-        };
-        if threads.timer.is_none() {
-            let (registry, clock) = (Arc::clone(&self.registry), self.clock.clone());
-            let running = Running::begin(&registry);
-            let timer = spawn("syncguard-timer", move || {
-                timer::run(&registry, &clock);
-                drop(running);
-            });
-            threads.timer = Some(timer.map_err(failed)?);
-        }
-        if threads.worker.is_none() {
-            let engine = Arc::clone(self);
-            let running = Running::begin(&self.registry);
-            let worker = spawn("syncguard-worker", move || {
-                worker::run(engine);
-                drop(running);
-            });
-            let handle = worker.map_err(failed)?;
-            threads.worker_id = Some(handle.thread().id());
-            threads.worker = Some(handle);
-        }
-        self.started.store(true, Ordering::Release);
-        Ok(())
     }
 
     pub(super) fn on_worker_thread(&self) -> bool {
@@ -298,23 +279,6 @@ impl Drop for Entered<'_> {
         if calls.running == 0 && calls.awaited {
             self.0.calls_done.notify_all();
         }
-    }
-}
-
-/// Counts a running thread.
-struct Running(Arc<Registry>);
-
-impl Running {
-    fn begin(registry: &Arc<Registry>) -> Self {
-        *registry.running.lock() += 1;
-        Self(Arc::clone(registry))
-    }
-}
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        *self.0.running.lock() -= 1;
-        self.0.ended.notify_all();
     }
 }
 

@@ -10,8 +10,8 @@ use crate::error::{ErrorCode, LockError, Result};
 use crate::lock::engine::{Engine, Handle};
 use crate::lock::lease::Outcome;
 use crate::lock::registry::{GuardState, PendingRelease};
+use crate::lock::release::{ReleaseProgress, change, try_release};
 use crate::lock::report::{ReleaseSource, report};
-use crate::lock::worker::{self, ReleaseProgress, try_release};
 use crate::model::fence::Fence;
 use crate::model::hash::hash_key;
 use crate::model::time::{Moment, Ttl};
@@ -148,8 +148,7 @@ impl LockGuard {
             (flight, lease.version())
         };
         let deadline = engine.call_deadline(Moment::NEVER);
-        let result =
-            worker::change(ttl, || engine.backend.prolong(&self.state.renewal(version, ttl), deadline));
+        let result = change(ttl, || engine.backend.prolong(&self.state.renewal(version, ttl), deadline));
         let outcome = match &result {
             Ok(RenewOutcome::Renewed { expires_at_ms, version }) => {
                 Outcome::Confirmed { expires_at_ms: *expires_at_ms, version: *version }
@@ -159,7 +158,7 @@ impl LockGuard {
             Err(error) if error.is_outcome_unknown() => Outcome::Unknown,
             Err(_) => Outcome::Refused,
         };
-        worker::finish(engine, &self.state, flight, engine.clock.now(), outcome);
+        engine.registry.finish(&self.state, flight, engine.clock.now(), outcome);
         match result {
             // An answer that came after the deadline came too late: the lease is lost.
             Ok(RenewOutcome::Renewed { expires_at_ms, .. }) if self.is_held() => {

@@ -3,23 +3,29 @@
 //! | file | what it holds |
 //! | --- | --- |
 //! | `options` | what a caller may choose, as numbers |
-//! | `acquire` | one attempt, and the one loop that waits |
+//! | `attempt` | one attempt to take a lock |
+//! | `waiter` | the one loop that waits |
 //! | `lease` | the state machine of one lease: pure, with its invariants |
 //! | `guard` | what a holder sees of it |
 //! | `registry` | the guards, and what the two threads share |
+//! | `engine` | what a client and its guards share |
+//! | `release` | releasing one lease, now or at the end of its `min_hold` |
 //! | `timer`, `worker` | the two background threads |
-//! | `engine`, `close` | how all of it starts and ends |
+//! | `background`, `close` | how the threads start, how all of it ends |
 //! | `report` | failures that have no caller |
 
-mod acquire;
+mod attempt;
+mod background;
 mod close;
 mod engine;
 mod guard;
 mod lease;
 mod options;
 mod registry;
+mod release;
 mod report;
 mod timer;
+mod waiter;
 mod worker;
 
 #[cfg(test)]
@@ -50,6 +56,7 @@ pub use crate::waiting::{Backoff, Jitter};
 
 pub(crate) use report::OnReleaseError;
 
+use attempt::LockCall;
 use engine::{Engine, Handle};
 
 /// What a [`LockClient`] is built with.
@@ -154,9 +161,9 @@ impl LockClient {
     ///
     /// Ends every wait; a request in flight ends as soon as the backend notices.
     pub fn lock_with(&self, key: &str, options: &LockOptions) -> Result<LockGuard> {
-        let options = options.resolve()?;
-        let key = Key::new(key)?;
-        acquire::lock(self, &Arc::from(key.as_str()), &options).map_err(|error| error.with_key(key.as_str()))
+        let call = self.call(key, options)?;
+        let key = Arc::clone(&call.key);
+        waiter::lock(call).map_err(|error| error.with_key(&*key))
     }
 
     /// Tries once, with default options. `None` if somebody else holds the key.
@@ -192,10 +199,8 @@ impl LockClient {
     ///
     /// As [`lock_with`](Self::lock_with).
     pub fn try_lock_with(&self, key: &str, options: &LockOptions) -> Result<Option<LockGuard>> {
-        let options = options.resolve()?;
-        let key = Key::new(key)?;
-        acquire::try_lock(self, &Arc::from(key.as_str()), &options)
-            .map_err(|error| error.with_key(key.as_str()))
+        let call = self.call(key, options)?;
+        call.try_lock().map_err(|error| error.with_key(&*call.key))
     }
 
     /// Runs `work` under the lock, and returns its value whatever the release does: a failed release
@@ -250,7 +255,7 @@ impl LockClient {
         let ttl = Ttl::new(ttl)?.get();
         self.token.check()?;
         let _entered = self.engine().enter()?;
-        acquire::request(self.engine(), key.as_str(), ttl, Moment::NEVER, &self.token)
+        attempt::request(self.engine(), key.as_str(), ttl, Moment::NEVER, &self.token)
             .map(AcquireResult::from)
     }
 
@@ -462,6 +467,14 @@ impl LockClient {
 
     fn engine(&self) -> &Arc<Engine> {
         self.handle.engine()
+    }
+
+    /// What `lock` or `try_lock` is asked for, checked; no I/O yet.
+    fn call(&self, key: &str, options: &LockOptions) -> Result<LockCall> {
+        let options = options.resolve()?;
+        let key = Arc::from(Key::new(key)?.as_str());
+        let token = self.token.and(&options.cancel);
+        Ok(LockCall { handle: Arc::clone(&self.handle), key, options, token })
     }
 
     fn check_lookup(what: Lookup<'_>) -> Result<()> {

@@ -14,8 +14,7 @@ use std::time::Duration;
 use crate::backend::{Acquired, LostReason, Renewal, Version};
 use crate::cancel::CancelToken;
 use crate::error::LockError;
-use crate::lock::close::CloseReport;
-use crate::lock::lease::Lease;
+use crate::lock::lease::{Lease, Outcome};
 use crate::lock::options::OnLost;
 use crate::lock::report::{OnReleaseError, ReleaseErrorContext, ReleaseSource};
 use crate::model::fence::Fence;
@@ -85,20 +84,48 @@ pub(super) enum Callback {
     Drop(Box<GuardState>),
 }
 
-/// A lost lease that the log has not heard of yet.
-pub(super) struct LostLine {
-    key: Arc<str>,
-    fence: Fence,
-    reason: LostReason,
-}
+/// A lost lease, for the log.
+pub(super) struct LostLease(Arc<GuardState>, LostReason);
 
-impl fmt::Display for LostLine {
+impl fmt::Display for LostLease {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (hash, fence, reason) = (hash_key(&self.key), self.fence, self.reason);
+        let Self(state, reason) = self;
+        let (hash, fence) = (hash_key(&state.key), state.fence);
         write!(
             f,
             "the lease of key #{hash} with fencing token {fence} is lost: {reason}; work that it protects must stop"
         )
+    }
+}
+
+/// Callbacks, first in, first out. The log hears of lost leases as soon as they are in here, before their
+/// callbacks have their turn.
+#[derive(Default)]
+pub(super) struct Callbacks {
+    waiting: VecDeque<Callback>,
+    /// How many of them the log has heard of, from the front.
+    logged: usize,
+}
+
+impl Callbacks {
+    pub(super) fn pop(&mut self) -> Option<Callback> {
+        self.logged = self.logged.saturating_sub(1);
+        self.waiting.pop_front()
+    }
+
+    /// The lost leases that the log has not heard of yet. Whoever closes a client knows that its guards
+    /// end.
+    pub(super) fn take_unlogged(&mut self) -> Vec<LostLease> {
+        let new = self.waiting.range(self.logged..);
+        let lost = new.filter_map(|callback| match callback {
+            Callback::Lost(state, reason) if *reason != LostReason::Closed => {
+                Some(LostLease(Arc::clone(state), *reason))
+            }
+            _ => None,
+        });
+        let lost = lost.collect();
+        self.logged = self.waiting.len();
+        lost
     }
 }
 
@@ -167,9 +194,7 @@ pub(super) struct Deadlines {
 pub(super) struct WorkerQueue {
     pub(super) renewals: Schedule<Arc<GuardState>>,
     pub(super) releases: Schedule<PendingRelease>,
-    /// What the log has to hear of at once, before anything else is done.
-    pub(super) lost_lines: VecDeque<LostLine>,
-    pub(super) callbacks: VecDeque<Callback>,
+    pub(super) callbacks: Callbacks,
     pub(super) next_id: u64,
     /// Releases that are being tried right now.
     pub(super) in_progress: usize,
@@ -185,7 +210,15 @@ pub(super) struct WorkerQueue {
     /// When what the backend keeps for renewals is given back, if nothing is to be renewed until then.
     pub(super) unreserve_at: Option<Moment>,
     /// What became of pending releases.
-    pub(super) totals: CloseReport,
+    pub(super) totals: ReleaseTotals,
+}
+
+/// How many pending releases came to what.
+#[derive(Clone, Copy, Default)]
+pub(super) struct ReleaseTotals {
+    pub(super) released: usize,
+    pub(super) not_held: usize,
+    pub(super) failed: usize,
 }
 
 /// See the module.
@@ -289,6 +322,19 @@ impl Registry {
         drop((gone, renewal));
     }
 
+    /// Books the answer to an operation, and tells the holder if the lease is lost by it.
+    pub(super) fn finish(&self, state: &Arc<GuardState>, id: u32, now: Moment, outcome: Outcome) {
+        let lost = {
+            let mut lease = state.lease.lock();
+            let lost = lease.finish(id, now, outcome);
+            self.schedule(state, &lease);
+            lost
+        };
+        if let Some(reason) = lost {
+            self.notify_lost(state, reason);
+        }
+    }
+
     /// Tells a holder that its lease is lost. The lease is marked as lost, and not locked.
     pub(super) fn notify_lost(&self, state: &Arc<GuardState>, reason: LostReason) {
         let deadline = self.deadlines.lock().by_time.remove(state.id);
@@ -307,17 +353,7 @@ impl Registry {
                 drop(queue);
                 return;
             }
-            // Whoever closes a client knows that its guards end.
-            if let Callback::Lost(state, reason) = &callback
-                && *reason != LostReason::Closed
-            {
-                queue.lost_lines.push_back(LostLine {
-                    key: Arc::clone(&state.key),
-                    fence: state.fence,
-                    reason: *reason,
-                });
-            }
-            queue.callbacks.push_back(callback);
+            queue.callbacks.waiting.push_back(callback);
         }
         self.worker_signal.notify(LOOK);
     }

@@ -8,17 +8,17 @@
 //! 4. It goes when the engine ends and nothing is left, when what is left may be given up, or
 //!    [`LONGEST_DRAIN`] after the end. It takes the last reference to the engine with it.
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use crate::backend::{LostReason, ReleaseOutcome, RenewOutcome, Renewal};
+use crate::backend::{ReleaseOutcome, RenewOutcome};
 use crate::error::{ErrorCode, LockError, Result};
 use crate::lock::engine::Engine;
-use crate::lock::lease::{Outcome, TOLERANCE};
-use crate::lock::registry::{Callback, GuardState, LostLine, PendingRelease};
-use crate::lock::report::{ReleaseErrorContext, ReleaseSource, report};
+use crate::lock::lease::Outcome;
+use crate::lock::registry::{Callback, GuardState, LostLease, PendingRelease};
+use crate::lock::release::{ReleaseProgress, try_release};
+use crate::lock::report::{ReleaseSource, report};
 use crate::model::time::Moment;
 use crate::threads::{Foreign, contained, quietly};
 use crate::waiting::Delays;
@@ -38,7 +38,7 @@ const RELEASE_DELAYS: Delays = Delays::doubling(Duration::from_millis(100), Dura
 
 enum Job {
     /// Tells the log of lost leases.
-    Log(VecDeque<LostLine>),
+    Log(Vec<LostLease>),
     Renew(Vec<Arc<GuardState>>),
     Release(Box<PendingRelease>),
     Callback(Callback),
@@ -85,7 +85,7 @@ pub(super) fn drain(engine: &Engine, go_on: impl Fn() -> bool) {
 
 fn do_job(engine: &Engine, job: Job) {
     match job {
-        Job::Log(lines) => lines.iter().for_each(|line| quietly(|| log::warn!("{line}"))),
+        Job::Log(lost) => lost.into_iter().for_each(|lost| quietly(move || log::warn!("{lost}"))),
         Job::Renew(due) => renew(engine, due),
         Job::Release(pending) => {
             quietly(|| run_release(engine, *pending));
@@ -119,8 +119,9 @@ fn next_job(engine: &Engine, callbacks: bool) -> Job {
         queue.worker_ended = true;
         return Job::Go;
     }
-    if !queue.lost_lines.is_empty() {
-        return Job::Log(std::mem::take(&mut queue.lost_lines));
+    let lost = queue.callbacks.take_unlogged();
+    if !lost.is_empty() {
+        return Job::Log(lost);
     }
     if let Some((_, first)) = queue.renewals.pop(now) {
         let until = if engine.clock.is_manual() { now } else { now.after(BATCH_WINDOW) };
@@ -139,7 +140,7 @@ fn next_job(engine: &Engine, callbacks: bool) -> Job {
         queue.in_progress += 1;
         return Job::Release(Box::new(pending));
     }
-    if callbacks && let Some(callback) = queue.callbacks.pop_front() {
+    if callbacks && let Some(callback) = queue.callbacks.pop() {
         return Job::Callback(callback);
     }
     if callbacks && let Some(since) = queue.ending {
@@ -214,7 +215,7 @@ fn renew_batch(engine: &Engine, due: Vec<Arc<GuardState>>) {
                 Some(Err(error)) if is_refusal(error) => Outcome::Refused,
                 Some(Err(_)) | None => Outcome::Unknown,
             };
-            finish(engine, state, id, now, outcome);
+            engine.registry.finish(state, id, now, outcome);
         }
         // Only now: a logger may block, and what was answered in time must not be booked late.
         note_failures(engine, &answers);
@@ -246,91 +247,6 @@ fn note_failures(engine: &Engine, answers: &[Result<RenewOutcome>]) {
         Some(_) => {}
         None => engine.renewals_fail.store(false, Ordering::Relaxed),
     }
-}
-
-/// Books the answer to an operation, and tells the holder if the lease is lost by it.
-pub(super) fn finish(engine: &Engine, state: &Arc<GuardState>, id: u32, now: Moment, outcome: Outcome) {
-    let lost = {
-        let mut lease = state.lease.lock();
-        let lost = lease.finish(id, now, outcome);
-        engine.registry.schedule(state, &lease);
-        lost
-    };
-    if let Some(reason) = lost {
-        engine.registry.notify_lost(state, reason);
-    }
-}
-
-/// What became of a lease that was to be let go.
-pub(super) enum ReleaseProgress {
-    Done(ReleaseOutcome),
-    /// It is kept until the end of `min_hold`.
-    Kept,
-}
-
-/// Asks the backend for a change. One that panics has failed, and what it did is not known: what it
-/// was asked for may be in force for as long as `may_last`.
-pub(super) fn change<T>(may_last: Duration, call: impl FnOnce() -> Result<T>) -> Result<T> {
-    contained(call).unwrap_or_else(|| {
-        Err(LockError::new(ErrorCode::Internal)
-            .with_message("the backend panicked: its message is where the program's panics go")
-            .with_unknown_outcome(may_last))
-    })
-}
-
-/// Lets a lease go, or makes sure that it lasts to the end of its `min_hold`.
-pub(super) fn try_release(
-    engine: &Engine,
-    pending: &mut PendingRelease,
-    rest: Duration,
-) -> Result<ReleaseProgress> {
-    change(Duration::MAX, || release_or_keep(engine, pending, rest))
-}
-
-fn release_or_keep(engine: &Engine, pending: &mut PendingRelease, rest: Duration) -> Result<ReleaseProgress> {
-    let now = engine.clock.now();
-    let (id, deadline) = (&pending.context.lock_id, now.after(rest));
-    if now >= pending.min_hold_end {
-        return engine.backend.release_by(id, deadline).map(ReleaseProgress::Done);
-    }
-    let left = pending.min_hold_end.since(now);
-    if engine.registry.worker_queue.lock().ending.is_some() {
-        // Nobody will be there to release it: let the lease itself end in time. It counts as live
-        // for the tolerance after its expiry, so that much less is enough.
-        let ttl = left.saturating_sub(TOLERANCE).max(Duration::from_millis(1));
-        return Ok(ReleaseProgress::Done(match keep(engine, pending, ttl, deadline)? {
-            RenewOutcome::Lost(_) => ReleaseOutcome::NotHeld(None),
-            RenewOutcome::Renewed { .. } | RenewOutcome::Busy => ReleaseOutcome::Released,
-        }));
-    }
-    if pending.lease_end < pending.min_hold_end {
-        let ttl = left.max(Duration::from_millis(1)).saturating_add(Duration::from_millis(1));
-        if let RenewOutcome::Lost(_) = keep(engine, pending, ttl, deadline)? {
-            return Ok(ReleaseProgress::Done(ReleaseOutcome::NotHeld(None)));
-        }
-        pending.lease_end = now.after(ttl);
-        pending.over_at = pending.over_at.max(engine.clock.now().after(ttl).after(TOLERANCE));
-    }
-    Ok(ReleaseProgress::Kept)
-}
-
-/// Moves the end of a lease that is kept for its `min_hold`.
-fn keep(
-    engine: &Engine,
-    pending: &mut PendingRelease,
-    ttl: Duration,
-    deadline: Moment,
-) -> Result<RenewOutcome> {
-    // Only what was granted is ever kept.
-    let Some((fence, version)) = pending.known else {
-        return Ok(RenewOutcome::Lost(LostReason::RowMissing));
-    };
-    let ReleaseErrorContext { key, lock_id, .. } = &pending.context;
-    let outcome = engine.backend.prolong(&Renewal { key, lock_id, fence, version, ttl }, deadline)?;
-    if let RenewOutcome::Renewed { version, .. } = outcome {
-        pending.known = Some((fence, version));
-    }
-    Ok(outcome)
 }
 
 fn run_release(engine: &Engine, mut pending: PendingRelease) {

@@ -172,6 +172,74 @@ fn an_arrow_that_points_up_is_found() {
     assert_eq!(count(arrows, "src/novelty.rs", ""), 1);
 }
 
+/// Rooms in which no file uses a file that uses it, by whatever detour. A new room belongs here.
+const WITHOUT_CIRCLES: [&str; 3] = ["lock", "waiting", "cancel"];
+
+/// Which files of its own room a file names: their modules.
+fn neighbours<'a>(source: &Source, room: &'a [Source]) -> Vec<&'a Source> {
+    let mut found = Vec::new();
+    // `self` and `pub(super)` are no paths.
+    for path in source.paths().into_iter().filter(|path| path.names.len() > 1) {
+        let ups = path.names.iter().take_while(|name| *name == "super").count();
+        let (base, rest) = match path.names.first().map_or("", String::as_str) {
+            "crate" => (&[][..], &path.names[1..]),
+            "super" => (&source.module[..source.module.len().saturating_sub(ups)], &path.names[ups..]),
+            "self" => (&source.module[..], &path.names[1..]),
+            // A file's own submodules need no prefix.
+            _ => (&source.module[..], &path.names[..]),
+        };
+        let whole: Vec<&String> = base.iter().chain(rest).collect();
+        let named = room.iter().filter(|other| {
+            whole.len() >= other.module.len()
+                && other.module.iter().eq(whole.iter().copied().take(other.module.len()))
+        });
+        found.extend(named.max_by_key(|other| other.module.len()).filter(|other| other.file != source.file));
+    }
+    found
+}
+
+/// A way from a file back to it, over files of its room.
+fn circles(sources: &[Source]) -> Vec<String> {
+    let mut broken = Vec::new();
+    for first in sources {
+        let mut ways = vec![vec![first]];
+        let mut seen = Vec::new();
+        while let Some(way) = ways.pop() {
+            for next in way.last().map(|last| neighbours(last, sources)).unwrap_or_default() {
+                if next.file == first.file {
+                    let names: Vec<_> =
+                        way.iter().chain([&next]).map(|source| source.file.as_str()).collect();
+                    broken.push(names.join(" -> "));
+                } else if !seen.contains(&next.file) {
+                    seen.push(next.file.clone());
+                    ways.push(way.iter().copied().chain([next]).collect());
+                }
+            }
+        }
+    }
+    broken
+}
+
+#[test]
+fn no_file_uses_a_file_of_its_room_that_uses_it() {
+    let mut sources = read_all(top(), "src");
+    let is_test = |source: &Source| source.module.iter().any(|name| name.contains("tests"));
+    sources.retain(|source| WITHOUT_CIRCLES.contains(&source.top()) && !is_test(source));
+    assert!(WITHOUT_CIRCLES.iter().all(|room| sources.iter().any(|source| source.top() == *room)));
+    assert_eq!(circles(&sources), Vec::<String>::new());
+
+    let room = |texts: [(&str, &str); 3]| {
+        texts.map(|(file, text)| Source::parse(file, text).expect("the sample is Rust"))
+    };
+    let (a, b, c) = ("src/r/a.rs", "src/r/b.rs", "src/r/c.rs");
+    assert_eq!(circles(&room([(a, "use crate::r::b::B;"), (b, "use super::c::C;"), (c, "")])).len(), 0);
+    let round = [(a, "use crate::r::{b::B, x};"), (b, "use super::c::C;"), (c, "fn f() { super::a::g() }")];
+    assert_eq!(circles(&room(round)).len(), 3, "one for each file");
+    let parent =
+        [("src/r/mod.rs", "mod a; use a::A; struct R;"), (a, "use crate::r::R;"), (b, "use crate::r::a::A;")];
+    assert_eq!(circles(&room(parent)).len(), 2);
+}
+
 fn drivers(source: &Source) -> Vec<String> {
     if MAY_NAME_DRIVERS.contains(&source.top()) {
         return Vec::new();

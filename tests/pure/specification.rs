@@ -182,7 +182,7 @@ fn codes(source: &crate::source::Source) -> Vec<String> {
 #[test]
 fn each_code_comes_from_where_it_belongs() {
     check(codes);
-    assert_eq!(count(codes, "src/lock/acquire.rs", "fn timed_out() { E::AcquisitionTimeout }"), 0);
+    assert_eq!(count(codes, "src/lock/waiter.rs", "fn timed_out() { E::AcquisitionTimeout }"), 0);
     assert_eq!(count(codes, "src/lock/guard.rs", "fn extend() { E::AcquisitionTimeout }"), 1);
     assert_eq!(count(codes, "src/pg/pool.rs", "fn timed_out() { E::AcquisitionTimeout }"), 1);
     assert_eq!(count(codes, "src/pg/pool.rs", "fn acquire() { E::Aborted }"), 1);

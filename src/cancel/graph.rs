@@ -1,19 +1,55 @@
 //! Who is whose child, among the tokens that somebody holds and that have not fired.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::{Hook, Node};
-use crate::sync::Mutex;
+use crate::sync::{Condvar, Mutex};
 
-/// Tokens that are related, over however many others, or once were. Two families become one when a
-/// token gets parents in both; a family never splits.
+/// One token, shared by its handles and by whoever waits for it.
 #[derive(Default)]
-pub(super) struct Family {
+pub(super) struct Node {
+    fired: AtomicBool,
+    pub(super) hooks: Mutex<Hooks>,
+    pub(super) changed: Condvar,
+    /// Its graph, once it has had a parent or a child.
+    pub(super) graph: Mutex<Option<Arc<Mutex<Graph>>>>,
+}
+
+pub(super) type Hook = Box<dyn FnOnce() + Send>;
+
+#[derive(Default)]
+pub(super) struct Hooks {
+    pub(super) next: u64,
+    pub(super) list: HashMap<u64, Hook>,
+}
+
+impl Node {
+    fn is_in(&self, graph: &Arc<Mutex<Graph>>) -> bool {
+        self.graph.lock().as_ref().is_some_and(|own| Arc::ptr_eq(own, graph))
+    }
+
+    pub(super) fn has_fired(&self) -> bool {
+        self.fired.load(Ordering::SeqCst)
+    }
+
+    /// Fires this token alone. Its hooks are the caller's to run.
+    fn fire(&self) -> HashMap<u64, Hook> {
+        let mut hooks = self.hooks.lock();
+        self.fired.store(true, Ordering::SeqCst);
+        self.changed.notify_all();
+        std::mem::take(&mut hooks.list)
+    }
+}
+
+/// Tokens that are related, over however many others, or once were. Two graphs become one when a
+/// token gets parents in both; a graph never splits.
+#[derive(Default)]
+pub(super) struct Graph {
     members: BTreeMap<Name, Member>,
 }
 
-/// The address of a member: nobody else has it as long as the family keeps the node.
+/// The address of a member: nobody else has it as long as the graph keeps the node.
 type Name = usize;
 
 /// Each relation is noted at both ends.
@@ -28,15 +64,15 @@ pub(super) fn add(child: &Arc<Node>, parents: &[&Arc<Node>]) {
     let Some((first, others)) = parents.split_first() else { return };
     while !parents.iter().any(|parent| parent.has_fired()) {
         for other in others {
-            unite(first, other);
+            merge(first, other);
         }
-        let home = home(first);
-        let mut family = home.lock();
-        if parents.iter().all(|parent| parent.lives_in(&home) && !parent.has_fired()) {
-            family.insert(child);
-            *child.home.lock() = Some(Arc::clone(&home));
+        let shared = graph_of(first);
+        let mut graph = shared.lock();
+        if parents.iter().all(|parent| parent.is_in(&shared) && !parent.has_fired()) {
+            graph.insert(child);
+            *child.graph.lock() = Some(Arc::clone(&shared));
             for parent in parents {
-                family.relate(name(parent), name(child));
+                graph.relate(name(parent), name(child));
             }
             return;
         }
@@ -47,43 +83,43 @@ pub(super) fn add(child: &Arc<Node>, parents: &[&Arc<Node>]) {
 /// Fires the token and its descendants, of which none has a parent or child afterwards. Returns
 /// their hooks, which the caller runs.
 pub(super) fn fire(node: &Arc<Node>) -> Vec<Hook> {
-    in_family(node, |family| family.fire(node))
+    in_graph(node, |graph| graph.fire(node))
 }
 
 /// Takes out the token, whose last handle is going: its children become its parents' children.
 pub(super) fn remove(node: &Arc<Node>) {
-    in_family(node, |family| family.remove(name(node)));
+    in_graph(node, |graph| graph.remove(name(node)));
 }
 
 fn name(node: &Arc<Node>) -> Name {
     Arc::as_ptr(node) as usize
 }
 
-/// The family of a token; one of its own to begin with.
-fn home(node: &Arc<Node>) -> Arc<Mutex<Family>> {
+/// The graph of a token; one of its own to begin with.
+fn graph_of(node: &Arc<Node>) -> Arc<Mutex<Graph>> {
     let found = || {
-        let mut family = Family::default();
-        family.insert(node);
-        Arc::new(Mutex::new(family))
+        let mut graph = Graph::default();
+        graph.insert(node);
+        Arc::new(Mutex::new(graph))
     };
-    Arc::clone(node.home.lock().get_or_insert_with(found))
+    Arc::clone(node.graph.lock().get_or_insert_with(found))
 }
 
-fn in_family<R>(node: &Arc<Node>, act: impl FnOnce(&mut Family) -> R) -> R {
+fn in_graph<R>(node: &Arc<Node>, act: impl FnOnce(&mut Graph) -> R) -> R {
     loop {
-        let home = home(node);
-        let mut family = home.lock();
+        let shared = graph_of(node);
+        let mut graph = shared.lock();
         // It may have become part of another one before we had the mutex.
-        if node.lives_in(&home) {
-            return act(&mut family);
+        if node.is_in(&shared) {
+            return act(&mut graph);
         }
     }
 }
 
-/// Makes one family of two, at the cost of the smaller one; or does nothing, if one of the two is
+/// Makes one graph of two, at the cost of the smaller one; or does nothing, if one of the two is
 /// becoming part of a third.
-fn unite(one: &Arc<Node>, two: &Arc<Node>) {
-    let (mut low, mut high) = (home(one), home(two));
+fn merge(one: &Arc<Node>, two: &Arc<Node>) {
+    let (mut low, mut high) = (graph_of(one), graph_of(two));
     if Arc::ptr_eq(&low, &high) {
         return;
     }
@@ -91,27 +127,21 @@ fn unite(one: &Arc<Node>, two: &Arc<Node>) {
         std::mem::swap(&mut low, &mut high);
     }
     let (mut first, mut second) = (low.lock(), high.lock());
-    if ![one, two].iter().all(|node| node.lives_in(&low) || node.lives_in(&high)) {
+    if ![one, two].iter().all(|node| node.is_in(&low) || node.is_in(&high)) {
         return;
     }
-    let (from, into, home) = if first.members.len() < second.members.len() {
+    let (from, into, graph) = if first.members.len() < second.members.len() {
         (&mut *first, &mut *second, &high)
     } else {
         (&mut *second, &mut *first, &low)
     };
     for member in from.members.values() {
-        *member.node.home.lock() = Some(Arc::clone(home));
+        *member.node.graph.lock() = Some(Arc::clone(graph));
     }
     into.members.append(&mut from.members);
 }
 
-impl Node {
-    fn lives_in(&self, family: &Arc<Mutex<Family>>) -> bool {
-        self.home.lock().as_ref().is_some_and(|home| Arc::ptr_eq(home, family))
-    }
-}
-
-impl Family {
+impl Graph {
     fn insert(&mut self, node: &Arc<Node>) {
         let (parents, children) = (BTreeSet::new(), BTreeSet::new());
         self.members.insert(name(node), Member { node: Arc::clone(node), parents, children });
@@ -165,7 +195,7 @@ impl Family {
 
     /// How many tokens are related to this one, itself among them.
     #[cfg(test)]
-    fn relatives(&self, node: &Arc<Node>) -> usize {
+    fn related(&self, node: &Arc<Node>) -> usize {
         let (mut seen, mut waiting) = (BTreeSet::new(), vec![name(node)]);
         while let Some(next) = waiting.pop() {
             if let Some(member) = self.members.get(&next).filter(|_| seen.insert(next)) {
@@ -176,8 +206,8 @@ impl Family {
     }
 }
 
-/// How many tokens are related to this one, itself among them; and how many its family has.
+/// How many tokens are related to this one, itself among them; and how many its graph has.
 #[cfg(test)]
-pub(super) fn relatives(node: &Arc<Node>) -> (usize, usize) {
-    in_family(node, |family| (family.relatives(node), family.members.len()))
+pub(super) fn related(node: &Arc<Node>) -> (usize, usize) {
+    in_graph(node, |graph| (graph.related(node), graph.members.len()))
 }

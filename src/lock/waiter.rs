@@ -1,0 +1,298 @@
+//! Waiting for a lock: the one loop.
+//!
+//! 1. Nothing waits past the deadline of the call: not the queue, not a pause, not an attempt.
+//! 2. Only the first of a key's waiters in this process asks the server (see the queue); the time
+//!    before costs no attempt.
+//! 3. The first attempt is made in full; later ones look first with one plain read.
+//! 4. Attempts follow the options' back-off. A release in this process ends the pause, and the
+//!    attempt it leads to is free: it counts neither as a retry nor does it prolong anything.
+//!    So does a look between two attempts that finds the key free: that is how a release in another
+//!    process is noticed within milliseconds. And so does the backend, which watches the key for a
+//!    first waiter that has waited for [`WATCH_AFTER`], if it can: then looks are rarer. Wake-ups are
+//!    latency, never correctness: nothing waits for one.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::backend::{Heard, Holder, LockBackend, Watch};
+use crate::cancel::Subscription;
+use crate::error::{ErrorCode, LockError, Result};
+use crate::lock::attempt::{AttemptResult, LockCall};
+use crate::lock::engine::Engine;
+use crate::lock::guard::LockGuard;
+use crate::model::time::Moment;
+use crate::waiting::{FREED, LISTENING, LOOK, QueuePlace};
+
+/// Waits for the lock.
+pub(super) fn lock(call: LockCall) -> Result<LockGuard> {
+    let start = call.engine().clock.now();
+    let end = call.options.timeout.map_or(Moment::NEVER, |timeout| start.after(timeout));
+    call.token.check()?;
+    let handle = Arc::clone(&call.handle);
+    let _entered = handle.engine().enter()?;
+    // Without any time, the wait says so better.
+    if start < end {
+        call.prepare(end)?;
+    }
+    let place = call.engine().queue.join(&call.key);
+    let mut waiter = Waiter {
+        call,
+        place,
+        registration: None,
+        watch: None,
+        watch_from: start.after(WATCH_AFTER),
+        end,
+        start,
+        attempts: 0,
+        conflict: None,
+        holder: None,
+    };
+    waiter.run()
+}
+
+/// Looks between two attempts start at this interval,
+const FIRST_LOOK: Duration = Duration::from_millis(5);
+/// and grow up to this one.
+const LAST_LOOK: Duration = Duration::from_millis(250);
+
+/// After so long a wait the backend is asked to watch the key: what is free again sooner is not
+/// worth it.
+const WATCH_AFTER: Duration = Duration::from_millis(30);
+/// How soon a backend that could not watch is asked again.
+const WATCH_AGAIN: Duration = Duration::from_secs(1);
+
+struct Waiter {
+    call: LockCall,
+    place: QueuePlace<Arc<str>>,
+    /// Through which the token reaches this waiter; made when it first sleeps.
+    registration: Option<Subscription>,
+    /// The backend's watch over the key; looked after while this waiter is its key's first.
+    watch: Option<Box<dyn Watch>>,
+    /// When the backend is asked for it.
+    watch_from: Moment,
+    end: Moment,
+    start: Moment,
+    attempts: u64,
+    /// What the last attempt that was answered met, if that was no holder: another session's lock,
+    /// or a ttl that was over too soon.
+    conflict: Option<LockError>,
+    /// Who held the key at the last look, and when that was.
+    holder: Option<(Holder, Moment)>,
+}
+
+impl Waiter {
+    fn engine(&self) -> &Arc<Engine> {
+        self.call.engine()
+    }
+
+    fn run(&mut self) -> Result<LockGuard> {
+        let mut look = false;
+        while !self.place.is_first() {
+            // Whoever was before us most likely holds the key now.
+            look = true;
+            self.sleep(Moment::NEVER)?;
+        }
+        let mut turn = 0;
+        loop {
+            turn += 1;
+            if let Some(guard) = self.try_once(look)? {
+                return Ok(guard);
+            }
+            look = true;
+            if turn >= self.call.options.max_attempts {
+                return Err(self.timed_out(None));
+            }
+            let pause_end = self.engine().clock.now().after(self.call.options.delays.before(turn));
+            if let Some(guard) = self.pause(pause_end)? {
+                return Ok(guard);
+            }
+        }
+    }
+
+    /// The time between two attempts. A release in this process ends it with an attempt, and so does
+    /// a look that finds the key free.
+    fn pause(&mut self, end: Moment) -> Result<Option<LockGuard>> {
+        loop {
+            let now = self.engine().clock.now();
+            if now >= end {
+                return Ok(None);
+            }
+            let next_look = if self.call.options.wake_ups {
+                self.watch_key(now);
+                now.after(self.look_interval(now))
+            } else {
+                Moment::NEVER
+            };
+            let calls = self.sleep(end.min(next_look))?;
+            let due = self.engine().clock.now() >= next_look && next_look < end;
+            let found = match (calls & FREED != 0, due || calls & LISTENING != 0) {
+                (true, _) => self.try_once(false)?,
+                (false, true) => self.look()?,
+                (false, false) => None,
+            };
+            if found.is_some() {
+                return Ok(found);
+            }
+        }
+    }
+
+    /// How long until the next look: what has been waited for long is noticed a little later, so
+    /// that many long waits cost little, and the hand-off stays within a sixteenth of the wait. Where
+    /// the backend listens, looks are for what it does not hear (a lease that runs out, a client that
+    /// calls nobody): within a quarter of the wait.
+    fn look_interval(&self, now: Moment) -> Duration {
+        let listens = self.watch.as_ref().is_some_and(|watch| watch.is_listening());
+        (now.since(self.start) / if listens { 4 } else { 16 }).clamp(FIRST_LOOK, LAST_LOOK)
+    }
+
+    /// Has the backend watch the key, once the wait is a long one.
+    fn watch_key(&mut self, now: Moment) {
+        if self.watch.is_some() || now < self.watch_from {
+            return;
+        }
+        self.watch_from = now.after(WATCH_AGAIN);
+        let signal = Arc::clone(self.place.signal());
+        let heard = move |what| {
+            signal.notify(match what {
+                Heard::Listening => LISTENING,
+                Heard::Freed => FREED,
+            });
+        };
+        self.watch = self.engine().backend.watch(&self.call.key, Arc::new(heard));
+    }
+
+    /// A look that is no attempt, unless it finds the key free.
+    fn look(&mut self) -> Result<Option<LockGuard>> {
+        match self.is_held_by_another() {
+            Ok(true) => Ok(None),
+            Ok(false) => self.try_once(false),
+            Err(error) => self.wait_or_fail(error.with_key(&*self.call.key), true).map(|()| None),
+        }
+    }
+
+    /// One plain read, which remembers whom it saw.
+    fn is_held_by_another(&mut self) -> Result<bool> {
+        let engine = self.call.engine();
+        let deadline = engine.call_deadline(self.end);
+        let found = engine.backend.holder(&self.call.key, deadline, &self.call.token)?;
+        self.holder = found.map(|holder| (holder, engine.clock.now()));
+        Ok(found.is_some())
+    }
+
+    /// One attempt, after a look if asked for.
+    fn try_once(&mut self, look: bool) -> Result<Option<LockGuard>> {
+        self.check()?;
+        let contended = self.attempts > 0;
+        self.attempts += 1;
+        let free = !look
+            || match self.is_held_by_another() {
+                Ok(locked) => !locked,
+                Err(error) => {
+                    return self.wait_or_fail(error.with_key(&*self.call.key), contended).map(|()| None);
+                }
+            };
+        if !free {
+            self.conflict = None;
+            return Ok(None);
+        }
+        match self.call.attempt(self.end) {
+            Ok(AttemptResult::Granted(guard)) => return Ok(Some(guard)),
+            Ok(AttemptResult::Taken) => self.conflict = None,
+            Ok(AttemptResult::TooLate) => self.conflict = Some(too_late()),
+            Err(error) => self.wait_or_fail(error, contended)?,
+        }
+        Ok(None)
+    }
+
+    /// Contention is waited out. A call that was cut short by our own deadline, after the key was
+    /// seen taken, is the time-out of the whole. Everything else is the caller's.
+    fn wait_or_fail(&mut self, error: LockError, contended: bool) -> Result<()> {
+        // What may be held is never waited out.
+        if error.is_outcome_unknown() {
+            return Err(error);
+        }
+        if error.is_contention() {
+            self.conflict = Some(error);
+            return Ok(());
+        }
+        let ours = contended && self.engine().clock.now() >= self.end;
+        if ours && error.code() == ErrorCode::NetworkTimeout {
+            return Err(self.timed_out(Some(error)));
+        }
+        Err(error)
+    }
+
+    /// Sleeps until a signal, or that moment; an error if the wait as a whole is over.
+    fn sleep(&mut self, until: Moment) -> Result<u8> {
+        if self.registration.is_none() && !self.call.token.is_never() {
+            let signal = Arc::clone(self.place.signal());
+            self.registration = self.call.token.subscribe(move || signal.notify(LOOK));
+        }
+        self.check()?;
+        let calls = self.place.signal().sleep_until(&self.engine().clock, until.min(self.end));
+        self.check()?;
+        Ok(calls)
+    }
+
+    fn check(&mut self) -> Result<()> {
+        self.call.token.check()?;
+        self.engine().check_open()?;
+        if self.engine().clock.now() >= self.end { Err(self.timed_out(None)) } else { Ok(()) }
+    }
+
+    /// Who has the key, as far as it is known, as the end of a sentence.
+    fn who_holds(&self, now: Moment) -> String {
+        if let Some((fence, taken_by)) = self.engine().registry.held_here(&self.call.key, now) {
+            let me = std::thread::current();
+            return if taken_by.id() == me.id() {
+                format!(
+                    "; this very thread took it under fencing token {fence} and has not released it: locks are not re-entrant, pass the guard on or drop it first"
+                )
+            } else {
+                let name = taken_by.name().map(|name| format!(" ({name:?})")).unwrap_or_default();
+                format!("; another thread of this client{name} took it under fencing token {fence}")
+            };
+        }
+        let Some((Holder { fence: Some(fence), remaining, .. }, seen)) = self.holder else {
+            return String::new();
+        };
+        let rest = remaining.unwrap_or_default().saturating_sub(now.since(seen)).as_secs_f64();
+        format!(
+            "; it is held under fencing token {fence}, and that lease ends in {rest:.1} s unless it is renewed"
+        )
+    }
+
+    fn timed_out(&mut self, cause: Option<LockError>) -> LockError {
+        let now = self.engine().clock.now();
+        let waited = now.since(self.start).as_secs_f64();
+        // Whatever was in the way says more than how the last call was cut short.
+        let met = self.conflict.take();
+        let attempts = match self.attempts {
+            0 => "and no attempt was made: other threads of this process were before us".to_owned(),
+            1 => "in 1 attempt".to_owned(),
+            n => format!("in {n} attempts"),
+        };
+        let advice = match met {
+            None if now < self.end => {
+                "its retries are used up, raise max_retries or hold the lock for less time"
+            }
+            None => "raise timeout, or hold the lock for less time",
+            Some(_) => "what was in the way is the cause of this error",
+        };
+        let error = LockError::new(ErrorCode::AcquisitionTimeout).with_message(format!(
+            "the key could not be taken within {waited:.3} s, {attempts}: {advice}{}",
+            self.who_holds(now)
+        ));
+        match met.or(cause) {
+            Some(cause) => error.with_source(cause),
+            None => error,
+        }
+    }
+}
+
+/// Why a grant was let go, for whoever waited in vain.
+fn too_late() -> LockError {
+    LockError::new(ErrorCode::NetworkTimeout).with_message(
+        "the key was granted, but most of the ttl was over when the answer came: raise the ttl, or see what slows the server down",
+    )
+}
