@@ -2,7 +2,7 @@
 //! operator's view and keys in other scripts, in every environment that a session can bring along.
 //!
 //! The run prints the table of `docs/reliability.md`:
-//! `cargo test --all-features --test environments -- --nocapture`.
+//! `cargo test --all-features --test it environments:: -- --nocapture`.
 
 // A test that fails panics.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
@@ -13,8 +13,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use crate::support::bouncer::Bouncer;
-use crate::support::{LIMIT, Role, Stored, TTL, TestSchema, server, together, unique, wait_until};
-use postgres::{Client, Config, NoTls};
+use crate::support::{
+    Config, LIMIT, Role, Server, Stored, TTL, TestSchema, server, together, unique, wait_until,
+};
+use postgres::{Client, NoTls};
 use r2d2_postgres::PostgresConnectionManager;
 use syncguard::{AdvisoryKey, ErrorCode, LockBackend, LockOptions, PgLockClient, PgLockClientBuilder};
 use syncguard_contract::Harness;
@@ -30,15 +32,17 @@ struct Environment {
     settings: &'static [(&'static str, &'static str)],
     /// Another current role than the one that logged in.
     other_role: bool,
+    /// Only a superuser may set this: a caller's connections have it from their role, too.
+    privileged: bool,
 }
 
 const fn with(name: &'static str, settings: &'static [(&'static str, &'static str)]) -> Environment {
-    Environment { name, settings, other_role: false }
+    Environment { name, settings, other_role: false, privileged: false }
 }
 
 const ENVIRONMENTS: &[Environment] = &[
     with("nothing", &[]),
-    Environment { name: "another current role", settings: &[], other_role: true },
+    Environment { other_role: true, ..with("another current role", &[]) },
     with(
         "serializable, read-only, deferrable",
         &[
@@ -54,6 +58,7 @@ const ENVIRONMENTS: &[Environment] = &[
     with("client_encoding EUC_JP", &[("client_encoding", "'EUC_JP'")]),
     with("client_encoding GB18030", &[("client_encoding", "'GB18030'")]),
     with("client_encoding SQL_ASCII", &[("client_encoding", "'SQL_ASCII'")]),
+    Environment { privileged: true, ..with("track_activities off", &[("track_activities", "off")]) },
     with("client_min_messages error", &[("client_min_messages", "error")]),
     with("client_min_messages debug1", &[("client_min_messages", "debug1")]),
     with(
@@ -144,7 +149,7 @@ impl r2d2::CustomizeConnection<Client, postgres::Error> for Setting {
 }
 
 /// A caller's pool whose connections begin with these statements.
-fn callers_pool(config: Config, statements: &str) -> r2d2::Pool<PostgresConnectionManager<NoTls>> {
+fn callers_pool(config: postgres::Config, statements: &str) -> r2d2::Pool<PostgresConnectionManager<NoTls>> {
     r2d2::Pool::builder()
         .max_size(12)
         .min_idle(Some(0))
@@ -225,7 +230,9 @@ fn role(schema: &TestSchema, environment: &Environment) -> (Role, String, Option
     }
     for (setting, value) in environment.settings {
         role.set(schema, setting, value);
-        let _ = write!(sets, "SET {setting} TO {value};");
+        if !environment.privileged {
+            let _ = write!(sets, "SET {setting} TO {value};");
+        }
     }
     (role, sets, other)
 }
@@ -237,8 +244,10 @@ fn in_one(environment: &Environment) {
     let own = builder(&schema).connect_with(role.config_with_own_path(), NoTls).unwrap();
     prove(&own, &schema, true, &format!("{name}, sessions of its own"));
     drop(own);
-    // The role is an ordinary one here: what the connection carries comes from `SET`.
-    schema.client().batch_execute(&format!("ALTER ROLE {} RESET ALL", role.name())).unwrap();
+    // The role is an ordinary one here: what the connection carries comes from `SET`, if it can.
+    if !environment.privileged {
+        schema.client().batch_execute(&format!("ALTER ROLE {} RESET ALL", role.name())).unwrap();
+    }
     let pool = callers_pool(role.config_with_own_path(), &sets);
     let theirs = builder(&schema).build(pool.clone()).unwrap();
     prove(&theirs, &schema, true, &format!("{name}, a caller's pool"));
@@ -247,6 +256,53 @@ fn in_one(environment: &Environment) {
     if let Some(app) = other {
         schema.client().batch_execute(&format!("DROP OWNED BY {app}; DROP ROLE {app}")).unwrap();
     }
+}
+
+/// Defaults of a database: a role that says nothing about them has all of them.
+const OF_A_DATABASE: &[(&str, &str)] = &[
+    ("default_transaction_isolation", "serializable"),
+    ("default_transaction_read_only", "on"),
+    ("client_encoding", "'LATIN1'"),
+    ("client_min_messages", "error"),
+    ("timezone", "'<odd>-13:17'"),
+    ("standard_conforming_strings", "off"),
+    ("synchronous_commit", "off"),
+    ("lock_timeout", "1"),
+    ("statement_timeout", "200"),
+    ("idle_in_transaction_session_timeout", "300"),
+    ("row_security", "off"),
+    ("track_activities", "off"),
+    ("search_path", "''"),
+];
+
+#[test]
+fn nothing_that_a_database_sets_changes_an_answer() {
+    let server = Server::start(&Config::new());
+    let schema = server.schema();
+    PgLockClient::connect(&schema.url()).unwrap();
+    let role = Role::new(&schema);
+    let mut admin = schema.client();
+    let grant = format!("GRANT ALL ON ALL TABLES IN SCHEMA {} TO {}", schema.name(), role.name());
+    admin.batch_execute(&grant).unwrap();
+    for (setting, value) in OF_A_DATABASE {
+        // Whoever looks on has what is usual.
+        let usual: String =
+            admin.query_one("SELECT quote_literal(current_setting($1))", &[setting]).unwrap().get(0);
+        let sql = format!(
+            "ALTER ROLE postgres SET {setting} TO {usual}; ALTER DATABASE postgres SET {setting} TO {value}"
+        );
+        admin.batch_execute(&sql).unwrap();
+    }
+    let shown = role.config_with_own_path().connect(NoTls).unwrap().query_one("SHOW lock_timeout", &[]);
+    assert_eq!(shown.unwrap().get::<_, String>(0), "1ms");
+    let own = builder(&schema).connect_with(role.config_with_own_path(), NoTls).unwrap();
+    prove(&own, &schema, true, "a database's settings, sessions of its own");
+    drop(own);
+    let pool = callers_pool(role.config_with_own_path(), "");
+    let theirs = builder(&schema).build(pool.clone()).unwrap();
+    prove(&theirs, &schema, true, "a database's settings, a caller's pool");
+    fenced(&theirs, &pool, "a database's settings");
+    println!("| ALTER DATABASE … SET, most of these at once | as in the contract | as in the contract |");
 }
 
 /// A guard's check inside the caller's own transaction, on a connection that carries all this.

@@ -406,10 +406,32 @@ fn a_strangers_session_lock_on_the_keys_number_costs_no_more_than_the_calls_own_
         let error = LockBackend::acquire(&hasty, &a, TTL, &token(two_messages)).unwrap_err();
         assert_eq!(error.code(), ErrorCode::NetworkTimeout);
         assert!(error.is_contention() && !error.is_outcome_unknown(), "{error:?}");
+        assert!(error.to_string().contains("a session lock should stay outside"), "{error}");
     }
     assert!(start.elapsed() < LIMIT / 2);
     assert_eq!(place.stored.counter(&a), None);
     stranger.batch_execute(&format!("SELECT pg_advisory_unlock(hashtext('{a}'))")).unwrap();
+    assert!(hasty.acquire(&a, TTL).unwrap().acquired().is_some());
+}
+
+#[test]
+fn a_peer_that_stands_still_inside_its_acquire_is_named_and_not_taken_for_a_session_lock() {
+    let place = place();
+    let a = place.key("a");
+    let mut peer = transaction(&place, &format!("SELECT pg_advisory_xact_lock(hashtext('{a}'))"));
+    let pid: i32 = peer.query_one("SELECT pg_backend_pid()", &[]).unwrap().get(0);
+    let hasty = place.build(&unique(), PgLockClient::builder().operation_timeout(Duration::from_millis(200)));
+    for two_messages in FORMS {
+        let error = LockBackend::acquire(&hasty, &a, TTL, &token(two_messages)).unwrap_err();
+        assert_eq!(error.code(), ErrorCode::NetworkTimeout);
+        assert!(error.is_contention() && !error.is_outcome_unknown(), "{error:?}");
+        let text = error.to_string();
+        for part in [&format!("server process {pid} is in a transaction"), "another acquire of the key"] {
+            assert!(text.contains(part), "{text}");
+        }
+        assert!(!text.contains("session lock"), "{text}");
+    }
+    peer.batch_execute("ROLLBACK").unwrap();
     assert!(hasty.acquire(&a, TTL).unwrap().acquired().is_some());
 }
 
