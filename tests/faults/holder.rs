@@ -28,6 +28,8 @@ fn run(parent: &Parent) {
         .connection_timeout(operation)
         .dispose_timeout(operation)
         .auto_create_tables(false)
+        // Whatever the session's search path.
+        .schema("public")
         .connect(&parent.arg("url"))
         .expect("nothing is sent yet");
     let (stop, fenced, practises) = (AtomicBool::new(false), number("fenced") == 1, number("practice") == 1);

@@ -17,6 +17,7 @@ mod clock;
 mod controls;
 mod disk;
 mod ends;
+mod environments;
 mod fork;
 mod headings;
 mod history;

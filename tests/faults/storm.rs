@@ -9,6 +9,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::checker::{Allow, Violation, check, took};
+use crate::environments::{self, Drawn};
 use crate::history::{History, MS, Outcome, Reader, What, now};
 use crate::holder::Random;
 use crate::safeguards::without;
@@ -73,23 +74,27 @@ pub struct Crew<'a> {
     next: u32,
     pub members: Vec<Member>,
     over: Vec<Member>,
+    drawn: Drawn,
 }
 
 impl<'a> Crew<'a> {
     fn new(setup: &'a Setup<'a>, url: String, direct: String) -> Self {
-        Self { setup, url, direct, next: 0, members: Vec::new(), over: Vec::new() }
+        Self { setup, url, direct, next: 0, members: Vec::new(), over: Vec::new(), drawn: Drawn::default() }
     }
 
     /// One more worker, in this place.
     pub fn start(&mut self, place: usize) {
         self.next += 1;
-        let seed = (self.setup.seed * 1000 + u64::from(self.next)).to_string();
+        let seed = self.setup.seed * 1000 + u64::from(self.next);
+        // A pooler's sessions are all of one role.
+        let url = if self.setup.pooled { self.url.clone() } else { self.drawn.url(&self.url, seed) };
+        let seed = seed.to_string();
         let operation = self.setup.operation.to_string();
         let pool = self.setup.pool.to_string();
         let args = [
             ("pool", pool.as_str()),
             ("operation", &operation),
-            ("url", &self.url),
+            ("url", &url),
             ("direct", &self.direct),
             ("seed", &seed),
             ("threads", "3"),
@@ -167,6 +172,7 @@ pub fn run(setup: &Setup<'_>) -> Report {
     server.client().batch_execute(register).expect("the server takes a table");
     let client = syncguard::PgLockClient::connect(server.url()).expect("the server takes connections");
     drop(client);
+    environments::create(&mut server.client());
     let bouncer = setup.pooled.then(|| Bouncer::before(server.port(), &POOLER));
     let port = bouncer.as_ref().map_or(server.port(), Bouncer::port);
     let proxy = Proxy::start(port);
@@ -192,6 +198,7 @@ pub fn run(setup: &Setup<'_>) -> Report {
     let disturbed = windows.iter().map(|(_, from, to)| (*from, *to)).collect();
     let mut history = History { pauses, blocked, disturbed, ..History::default() };
     let mut leaks = Vec::new();
+    let environments = crew.drawn.sentence();
     crew.end(&mut history, &mut leaks);
     // It keeps its connections.
     drop(bouncer);
@@ -199,7 +206,10 @@ pub fn run(setup: &Setup<'_>) -> Report {
     let violations = check(&history, Allow { recovery: 8000 * MS });
     let version = server.client().query_one("SELECT 'PostgreSQL ' || current_setting('server_version')", &[]);
     let version: String = version.expect("the server answers").get(0);
-    let table = table((setup, &version), &history, &windows, &violations, &proxy);
+    let mut table = table((setup, &version), &history, &windows, &violations, &proxy);
+    if !environments.is_empty() {
+        let _ = writeln!(table, "\n{environments}");
+    }
     Report { history, violations, table, leaks, bound: proxy.bound(), rewritten: proxy.rewritten() }
 }
 
