@@ -15,7 +15,7 @@ use crate::model::fence::Fence;
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::model::lock_id::LockId;
 use crate::model::time::{Moment, Ttl};
-use crate::pg::error::call_error;
+use crate::pg::error::{call_error, with_cause};
 
 impl LockBackend for PostgresBackend {
     fn acquire(&self, key: &str, ttl: Duration, cancel: &CancelToken) -> Result<AcquireResult> {
@@ -139,10 +139,13 @@ pub(crate) fn fence_error(error: postgres::Error) -> LockError {
         Some("22P02") => LockError::new(ErrorCode::Aborted).with_message(
             "the lease is over or a newer holder exists: this transaction cannot commit, roll it back and stop working",
         ),
-        Some("25006") => LockError::invalid(
-            "a fenced transaction must be READ WRITE: it locks the key's counter until it ends",
-        )
-        .with_source(error),
+        Some(state @ "25006") => with_cause(
+            LockError::invalid(
+                "a fenced transaction must be READ WRITE: it locks the key's counter until it ends",
+            ),
+            state,
+            error,
+        ),
         _ => call_error(error, false).into_error(),
     }
 }

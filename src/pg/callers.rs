@@ -9,6 +9,7 @@ use r2d2::{ManageConnection, PooledConnection};
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::pg::connect::Connector;
+use crate::pg::error::PoolError;
 use crate::pg::pool::{Canceller, Lent, NotLent, Pool};
 use crate::pg::statement::SessionState;
 use crate::pg::stream::StreamControl;
@@ -76,7 +77,7 @@ impl<M: ManageConnection<Connection = Client>> Pool for CallersPool<M> {
                 .with_message("the caller's pool could not open a connection in time")
         };
         match why {
-            Some(why) => error.with_source(why),
+            Some(why) => error.with_source(PoolError::new(&why.to_string())),
             None => error,
         }
     }

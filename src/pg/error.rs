@@ -14,10 +14,9 @@
 
 use std::borrow::Cow;
 use std::error::Error;
-use std::fmt;
 use std::io;
 
-use postgres::error::Severity;
+use postgres::error::{DbError, Severity};
 
 use crate::error::{ErrorCode, LockError};
 use crate::pg::failure::Failure;
@@ -69,7 +68,7 @@ pub(crate) fn call_error(error: postgres::Error, commits: bool) -> Failure {
 }
 
 /// The SQLSTATE, with one correction: a standby refuses `READ WRITE` as "feature not supported".
-fn sqlstate_of(db: &postgres::error::DbError) -> String {
+fn sqlstate_of(db: &DbError) -> String {
     let by = db.routine().unwrap_or_default().to_ascii_lowercase();
     match db.code().code() {
         // `SET TRANSACTION` is refused by the setting's check, `BEGIN` by the server's own function.
@@ -100,10 +99,10 @@ pub(crate) fn connect_error(error: postgres::Error) -> LockError {
     if let Some(db) = error.as_db_error() {
         let sqlstate = sqlstate_of(db);
         if sqlstate == "55000" {
-            return LockError::new(ErrorCode::ServiceUnavailable)
+            let closed = LockError::new(ErrorCode::ServiceUnavailable)
                 .with_message("the database takes no connections now: an operator has set ALLOW_CONNECTIONS false on it; try again later, or ALTER DATABASE … ALLOW_CONNECTIONS true (SQLSTATE 55000)")
-                .with_sqlstate("55000")
-                .with_source(error);
+                .with_sqlstate("55000");
+            return with_cause(closed, &sqlstate, error);
         }
         return server_error(&sqlstate, error);
     }
@@ -178,25 +177,21 @@ fn server_error(sqlstate: &str, error: postgres::Error) -> LockError {
     if matches!(sqlstate, "40001" | "40P01" | "55P03") {
         mapped = mapped.with_contention();
     }
+    with_cause(mapped, sqlstate, error)
+}
+
+/// Keeps the driver's error as the cause, or what stands in for it.
+pub(crate) fn with_cause(mapped: LockError, sqlstate: &str, error: postgres::Error) -> LockError {
     match error.as_db_error() {
-        Some(db) if tells_values(db) || quotes_values(sqlstate) => {
-            let text = (!was_raised(db) && !quotes_values(sqlstate)).then(|| db.message().to_owned());
-            mapped.with_source(ServerError { sqlstate: sqlstate.to_owned(), text })
-        }
-        _ => mapped.with_source(error),
+        Some(db) => mapped.with_source(ServerError::new(db, sqlstate)),
+        None => mapped.with_source(error),
     }
 }
 
 /// Whether somebody's own function said it (a trigger on the tables, for example), with a text and a
 /// SQLSTATE of its choice.
-fn was_raised(db: &postgres::error::DbError) -> bool {
+fn was_raised(db: &DbError) -> bool {
     db.routine() == Some("exec_stmt_raise")
-}
-
-/// Whether more comes with the message than the server's own words for this SQLSTATE: a context
-/// repeats statements of functions, with the values in them.
-fn tells_values(db: &postgres::error::DbError) -> bool {
-    was_raised(db) || db.where_().is_some()
 }
 
 /// Whether the server's text for this error may repeat a key or a lock id.
@@ -208,7 +203,7 @@ fn quotes_values(sqlstate: &str) -> bool {
 }
 
 /// The constraint or the column of somebody else's that refused a row, by its name: a name is no value.
-fn added_by_others(db: &postgres::error::DbError) -> Option<String> {
+fn added_by_others(db: &DbError) -> Option<String> {
     if !db.code().code().starts_with("23") {
         return None;
     }
@@ -354,28 +349,52 @@ fn without_io(text: &str, why: &str) -> (ErrorCode, Cow<'static, str>) {
     (code, message.into())
 }
 
-/// Stands in for a server's error that may repeat a key or a lock id.
-#[derive(Debug)]
-struct ServerError {
-    sqlstate: String,
-    /// The message alone, where it holds no value of anybody.
-    text: Option<String>,
+/// Stands in for the driver's error of what a server answered. That one has a detail, which repeats the
+/// values of a row, keys among them, a context, which repeats statements, and names of roles, which are
+/// part of a connection string.
+#[derive(Debug, thiserror::Error)]
+enum ServerError {
+    #[error("{0}")]
+    Told(String),
+    #[error("the server answered SQLSTATE {0} (its text may contain keys and is withheld)")]
+    Withheld(String),
 }
 
-impl fmt::Display for ServerError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.text {
-            Some(text) => write!(f, "{text} (SQLSTATE {})", self.sqlstate),
-            None => write!(
-                f,
-                "the server answered SQLSTATE {} (its text may contain keys and is withheld)",
-                self.sqlstate
-            ),
+impl ServerError {
+    fn new(db: &DbError, sqlstate: &str) -> Self {
+        if quotes_values(sqlstate) || was_raised(db) {
+            return Self::Withheld(sqlstate.to_owned());
         }
+        // With a context it may be that of a function of somebody's own.
+        let hint = db.hint().filter(|_| db.where_().is_none());
+        let hint = hint.map(|hint| format!(" (hint: {hint})")).unwrap_or_default();
+        Self::Told(without_names(&format!("{}: {}{hint}", db.severity(), db.message())))
     }
 }
 
-impl Error for ServerError {}
+/// What the caller's pool says that it could not open, which quotes the server.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub(crate) struct PoolError(String);
+
+impl PoolError {
+    pub(crate) fn new(text: &str) -> Self {
+        Self(without_names(text.split("\nDETAIL: ").next().unwrap_or_default()))
+    }
+}
+
+/// A text without the names of roles in it.
+fn without_names(text: &str) -> String {
+    let mut text = text.to_owned();
+    for before in ["user \"", "role \""] {
+        if let Some((start, rest)) = text.split_once(before)
+            && let Some((_, end)) = rest.split_once('"')
+        {
+            text = format!("{start}{before}…\"{end}");
+        }
+    }
+    text
+}
 
 #[cfg(test)]
 mod tests {
@@ -429,6 +448,19 @@ mod tests {
         let text = hint("54000", code_for("54000"));
         for word in ["wraparound", "VACUUM", "pg_prepared_xacts"] {
             assert!(text.contains(word), "{text}");
+        }
+    }
+
+    #[test]
+    fn no_text_has_the_name_of_a_role_and_none_of_a_pool_a_detail() {
+        let text = without_names("FATAL: password authentication failed for user \"MARKER\"");
+        assert_eq!(text, "FATAL: password authentication failed for user \"…\"");
+        let text = without_names("FATAL: role \"MARKER\" is not permitted to log in");
+        assert_eq!(text, "FATAL: role \"…\" is not permitted to log in");
+        let cause = PoolError::new("ERROR: it is there\nDETAIL: Key (key)=(MARKER) already exists.");
+        let error = LockError::new(Internal).with_source(cause);
+        for text in [format!("{error:?}"), error.chain().to_string()] {
+            assert!(text.contains("it is there") && !text.contains("MARKER"), "{text}");
         }
     }
 
