@@ -68,7 +68,8 @@
 //!
 //! ```no_run
 //! # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
-//! # let mut connection = postgres::Client::connect("postgresql://app@db.example/app", postgres::NoTls).unwrap();
+//! # use syncguard::postgres::{Client, NoTls};
+//! # let mut connection = Client::connect("postgresql://app@db.example/app", NoTls).unwrap();
 //! let guard = client.lock("account:7")?;
 //! let mut transaction = connection.transaction().unwrap();
 //! guard.fence_transaction(&mut transaction)?; // first of all

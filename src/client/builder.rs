@@ -261,7 +261,7 @@ impl PgLockClientBuilder {
     /// that the caller's pool keeps all of its own.
     ///
     /// ```no_run
-    /// use postgres::{Config, NoTls};
+    /// use syncguard::postgres::{Config, NoTls};
     ///
     /// let config: Config = "host=db.example user=app dbname=app".parse().unwrap();
     /// let builder = syncguard::PgLockClient::builder().maintenance(config, NoTls);
@@ -305,7 +305,7 @@ impl PgLockClientBuilder {
     /// [`PgLockClient::connect`]; `sslmode` is about TCP, a Unix socket is never encrypted.
     ///
     /// ```no_run
-    /// use postgres::{Config, NoTls};
+    /// use syncguard::postgres::{Config, NoTls};
     ///
     /// let config: Config = "host=db.example user=app dbname=app".parse().unwrap();
     /// let client = syncguard::PgLockClient::builder().connect_with(config, NoTls)?;
@@ -342,7 +342,7 @@ impl PgLockClientBuilder {
     /// connections are replaced anyway.
     ///
     /// ```no_run
-    /// use postgres::NoTls;
+    /// use syncguard::postgres::NoTls;
     /// use syncguard::{r2d2, r2d2_postgres::PostgresConnectionManager};
     ///
     /// let config = "host=db.example user=app dbname=app".parse().unwrap();

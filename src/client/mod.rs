@@ -440,7 +440,8 @@ impl PgLockClient {
     ///
     /// ```no_run
     /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
-    /// # let mut connection = postgres::Client::connect("postgresql://app@db.example/app", postgres::NoTls).unwrap();
+    /// # use syncguard::postgres::{Client, NoTls};
+    /// # let mut connection = Client::connect("postgresql://app@db.example/app", NoTls).unwrap();
     /// use syncguard::Fence;
     ///
     /// let fence: Fence = "000000000000042".parse()?; // came with the job, from whoever holds the lock

@@ -9,7 +9,7 @@ use std::hash::Hash;
 use std::str::FromStr;
 use std::time::Duration;
 
-use postgres::{Client, Config, NoTls, Transaction};
+use syncguard::postgres::{self, Client, Config, NoTls, Transaction};
 use syncguard::{
     AcquireResult, Acquired, AdvisoryGuard, AdvisoryKey, AdvisoryOptions, Backoff, CancelToken, Capabilities,
     CloseReport, ErrorCode, ExtendResult, Fence, Heartbeat, Jitter, LockBackend, LockError, LockGuard,
@@ -17,7 +17,7 @@ use syncguard::{
     ReleaseErrorContext, ReleaseResult, Result, TelemetryOptions,
 };
 
-type Pool = r2d2::Pool<r2d2_postgres::PostgresConnectionManager<NoTls>>;
+type Pool = syncguard::r2d2::Pool<syncguard::r2d2_postgres::PostgresConnectionManager<NoTls>>;
 
 /// Only its compilation says something.
 fn builder(pool: Pool, config: &Config) -> [Result<PgLockClient>; 3] {
