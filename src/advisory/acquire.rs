@@ -18,19 +18,16 @@ use crate::advisory::unlock::unlock;
 use crate::advisory::{self_test, sql};
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
-use crate::model::time::deadline_after;
+use crate::model::time::{Moment, deadline_after};
 use crate::pg::{Database, Failure, Lane, Session};
+use crate::waiting::{Delays, Jitter, LOOK};
 
-/// The pause before the second try, and the longest one: a lock that another process releases is
-/// taken within that time.
-const FIRST_PAUSE: Duration = Duration::from_millis(5);
-const LONGEST_PAUSE: Duration = Duration::from_millis(50);
+/// The delays between tries: a lock that another process releases is taken within the longest of them.
+const DELAYS: Delays =
+    Delays { jitter: Jitter::Equal, ..Delays::doubling(Duration::from_millis(5), Duration::from_millis(50)) };
 
 /// How long the check after a failed try may take, before the connection is closed instead.
 const CHECK_LIMIT: Duration = Duration::from_millis(100);
-
-/// The longest sleep of a waiter that is not the first; it is called when it becomes that.
-const LONGEST_SLEEP: Duration = Duration::from_secs(60);
 
 /// What takes the session locks of one client.
 pub(super) struct Acquirer {
@@ -64,40 +61,38 @@ impl Acquirer {
         options: CheckedOptions,
         cancel: &CancelToken,
     ) -> Result<AdvisoryGuard> {
-        let start = Instant::now();
-        let end = options.timeout.map(deadline_after);
-        let is_over = || end.is_some_and(|end| Instant::now() >= end);
+        let clock = &self.registry.clock;
+        let start = clock.now();
+        let end = options.timeout.map_or(Moment::NEVER, |timeout| start.after(timeout));
         cancel.check()?;
         let _call = self.registry.begin_call()?;
-        let ticket = self.registry.queue.join(key);
-        let wake_up = Arc::clone(&ticket.wake_up);
-        let _subscription = cancel.subscribe(move || wake_up.call());
-        let mut pause = FIRST_PAUSE;
+        let place = self.registry.queue.join(&key);
+        let signal = Arc::clone(place.signal());
+        let _subscription = cancel.subscribe(move || signal.notify(LOOK));
+        let mut tries = 0;
         let mut refused = false;
         loop {
             cancel.check()?;
             self.registry.check_open()?;
-            let first = ticket.is_first();
-            if first {
-                let limit = end.map_or(self.database.end(), |end| end.min(self.database.end()));
-                match self.attempt(key, options, limit, cancel) {
+            // A waiter that is not the first sleeps until it is signalled to have become that.
+            let mut next_try = Moment::NEVER;
+            if place.is_first() {
+                match self.attempt(key, options, self.database.end_by(end), cancel) {
                     Ok(Some(guard)) => return Ok(guard),
                     Ok(None) => refused = true,
-                    Err(error) if error.code() == ErrorCode::NetworkTimeout && is_over() => {
-                        return Err(timed_out(start, refused).with_source(error));
+                    Err(error) if error.code() == ErrorCode::NetworkTimeout && clock.now() >= end => {
+                        return Err(timed_out(clock.now().since(start), refused).with_source(error));
                     }
                     Err(_) if cancel.is_cancelled() => return Err(LockError::aborted()),
                     Err(error) => return Err(error),
                 }
+                tries += 1;
+                next_try = clock.now().after(DELAYS.before(tries));
             }
-            let left = end.map_or(LONGEST_SLEEP, |end| end.saturating_duration_since(Instant::now()));
-            if left.is_zero() {
-                return Err(timed_out(start, refused));
+            if clock.now() >= end {
+                return Err(timed_out(clock.now().since(start), refused));
             }
-            ticket.wake_up.sleep(left.min(if first { jittered(pause) } else { LONGEST_SLEEP }));
-            if first {
-                pause = (pause * 2).min(LONGEST_PAUSE);
-            }
+            place.signal().sleep_until(clock, next_try.min(end));
         }
     }
 
@@ -190,8 +185,8 @@ impl Drop for Acquirer {
 }
 
 /// `refused`: whether the server said that another session has the key; only the server can.
-fn timed_out(start: Instant, refused: bool) -> LockError {
-    let waited = start.elapsed().as_secs_f64();
+fn timed_out(waited: Duration, refused: bool) -> LockError {
+    let waited = waited.as_secs_f64();
     LockError::new(ErrorCode::AcquisitionTimeout).with_message(if refused {
         format!(
             "the session lock's key was held by another session for {waited:.1} s: raise timeout, or see advisory_holders()"
@@ -201,15 +196,6 @@ fn timed_out(start: Instant, refused: bool) -> LockError {
             "the session lock was not granted within {waited:.1} s: raise timeout; other threads of this client were before it in the queue, or the cause says what did not answer"
         )
     })
-}
-
-/// Half of the pause, and a random part of the other half, so that processes do not march in step.
-fn jittered(pause: Duration) -> Duration {
-    let half = pause / 2;
-    let mut random = [0_u8];
-    // Without a random source they do.
-    let _ = getrandom::fill(&mut random);
-    half + half * u32::from(random[0]) / 255
 }
 
 /// After an error: closes the connection unless it certainly did not get the lock after all. A statement

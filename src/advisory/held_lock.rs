@@ -2,12 +2,12 @@
 //! module above for the invariants by number.
 
 use std::fmt;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::advisory::key::AdvisoryKey;
 use crate::cancel::CancelToken;
 use crate::model::time::Moment;
+use crate::sync::{Condvar, Mutex, MutexGuard};
 
 /// Why a session lock is lost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -235,14 +235,14 @@ impl<C> HeldLock<C> {
                         return Taken::Late;
                     }
                     state.connection = ConnectionSlot::Borrowed { abandoned };
-                    state = self.returned.wait_timeout(state, rest).unwrap_or_else(PoisonError::into_inner).0;
+                    state = self.returned.wait_for(state, rest);
                 }
             }
         }
     }
 
     fn state(&self) -> MutexGuard<'_, State<C>> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 

@@ -11,7 +11,6 @@
 //! | `sql` | the statements |
 //! | `observe` | holders, waiters, ending a session |
 //! | `self_test` | the self-test at a client's first lock |
-//! | `queue` | the waiters of this process |
 //! | `held_lock` | one lock from its grant to its end: where its connection is |
 //! | `registry` | all locks of a client: what guards and threads share |
 //! | `unlock` | the unlock on the session that holds the lock |
@@ -88,7 +87,6 @@ mod key;
 mod monitor;
 mod observe;
 mod options;
-mod queue;
 mod registry;
 mod self_test;
 mod session_thread;

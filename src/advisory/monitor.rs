@@ -1,11 +1,12 @@
 //! The monitor: it keeps the time, and does no I/O.
 
-use std::sync::{Arc, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::advisory::held_lock::AdvisoryLost;
 use crate::advisory::registry::{ClientLock, LINGER, Registry, Stage, State};
 use crate::model::time::Moment;
+use crate::sync::MutexGuard;
 use crate::threads::contained;
 
 /// How long a session may be silent before its lock counts as lost, whatever the session thread does.
@@ -67,8 +68,7 @@ pub(super) fn run(registry: &Arc<Registry>) {
 /// thread wakes it in vain.
 fn sleep(registry: &Registry, mut state: MutexGuard<'_, State>, limit: Duration) {
     state.monitor_until = Some(registry.clock.now().after(limit));
-    let slept = registry.wake_monitor.wait_timeout(state, limit);
-    slept.unwrap_or_else(PoisonError::into_inner).0.monitor_until = None;
+    registry.wake_monitor.wait_for(state, limit).monitor_until = None;
 }
 
 /// Checks one lock, whatever happens: the other locks must be checked too.

@@ -8,16 +8,18 @@
 //! One mutex, held for a few map operations; a lock's own state is never locked under it.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use crate::advisory::held_lock::{AdvisoryLost, HeldLock, Taken};
-use crate::advisory::queue::Queue;
+use crate::advisory::key::AdvisoryKey;
 use crate::advisory::sql::Statements;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::model::time::{Clock, Moment};
 use crate::pg::{Connection, Database};
+use crate::sync::{Condvar, Mutex, MutexGuard};
 use crate::threads;
+use crate::waiting::WaiterQueue;
 
 /// How long the threads stay when the last guard is gone, so that a row of short locks does not
 /// start them again and again.
@@ -31,7 +33,8 @@ pub(super) type ClientLock = HeldLock<Connection>;
 
 pub(super) struct Registry {
     pub(super) clock: Clock,
-    pub(super) queue: Arc<Queue>,
+    /// This process's waiters.
+    pub(super) queue: Arc<WaiterQueue<AdvisoryKey>>,
     /// How long an unlock may take, unless the caller says otherwise.
     pub(super) limit: Duration,
     pub(super) statements: Statements,
@@ -211,7 +214,7 @@ impl Registry {
             state.changes += 1;
             std::mem::take(&mut state.locks)
         };
-        self.queue.call_all();
+        self.queue.notify_all();
         for lock in locks.values() {
             if lock.lose(AdvisoryLost::Closed) {
                 self.report_lost(lock);
@@ -225,13 +228,13 @@ impl Registry {
             if rest.is_zero() {
                 return false;
             }
-            state = self.ended.wait_timeout(state, rest).unwrap_or_else(PoisonError::into_inner).0;
+            state = self.ended.wait_for(state, rest);
         }
         true
     }
 
     pub(super) fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     fn start_session_thread(self: &Arc<Self>, state: &mut State) -> Result<()> {

@@ -51,14 +51,14 @@ pub(super) fn run(registry: &Arc<Registry>) {
                 return;
             }
             // A new lock does not wake this thread: it looks as often as a lock's checks are due.
-            drop(registry.wake_session_thread.wait_timeout(state, rest.min(CHECK_EVERY)));
+            drop(registry.wake_session_thread.wait_for(state, rest.min(CHECK_EVERY)));
             continue;
         }
         idle_since = None;
         timers_stopped = false;
         let rest = next_check.since(registry.clock.now());
         if !rest.is_zero() {
-            drop(registry.wake_session_thread.wait_timeout(state, rest));
+            drop(registry.wake_session_thread.wait_for(state, rest));
             continue;
         }
         let locks: Vec<_> = state.locks.values().cloned().collect();
@@ -118,7 +118,7 @@ fn unlock_quietly(registry: &Registry, lock: &ClientLock, connection: Connection
         answering(connection, registry.limit)
     };
     match connection.map(|connection| unlock(registry, lock, connection, registry.limit)) {
-        None => registry.queue.freed(lock.key),
+        None => registry.queue.freed(&lock.key),
         Some(Ok(_)) => {}
         Some(Err(error)) => {
             log::warn!("the session lock {} ends with its connection: {}", lock.key, error.chain());

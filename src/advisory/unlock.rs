@@ -46,6 +46,6 @@ pub(super) fn unlock(
             Err(failure.into_error())
         }
     };
-    registry.queue.freed(lock.key);
+    registry.queue.freed(&lock.key);
     result
 }
