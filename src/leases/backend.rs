@@ -1,6 +1,6 @@
 //! The database, and the tables once it is known where they are.
 
-use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use crate::cancel::CancelToken;
@@ -10,6 +10,7 @@ use crate::leases::setup::{self, ResolvedTables};
 use crate::leases::wake_ups::WakeUps;
 use crate::model::time::deadline_after;
 use crate::pg::{Database, Failure, Lane, Session, until_known};
+use crate::sync::Mutex;
 
 /// How many operation timeouts setting up the schema may take: others may be doing it.
 const SETUP_TIMES: u32 = 6;

@@ -3,14 +3,13 @@
 //! A row is deleted only if it is over by more than [`CLEANUP_GUARD_MS`], judged by the server's clock
 //! on the newest version of the row, in the deleting statement itself.
 
-use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
 use crate::cancel::CancelToken;
 use crate::error::{LockError, Result};
 use crate::leases::backend::PostgresBackend;
+use crate::leases::fragments::CLOCK;
 use crate::leases::refusals::swallowed;
-use crate::leases::sql::CLOCK;
 use crate::pg::Message;
 use crate::pg::answers::{int, malformed, required};
 use crate::pg::names::PLAIN_NAMES;
@@ -35,7 +34,7 @@ impl PostgresBackend {
         }
         let now = Instant::now();
         {
-            let mut next = self.next_cleanup.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut next = self.next_cleanup.lock();
             if next.is_some_and(|next| now < next) {
                 return;
             }

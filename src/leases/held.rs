@@ -1,8 +1,8 @@
 //! The SQL of what is done to a lease that stands: release, extend, renew.
 
+use crate::leases::fragments::{CLOCK, DURABLE, RELAXED, VERSION, live};
 use crate::leases::notify::notify_waiters;
 use crate::leases::schema::Tables;
-use crate::leases::sql::{CLOCK, DURABLE, RELAXED, live};
 use crate::model::time::TIME_TOLERANCE_MS;
 use crate::pg::names::{COUNT, EQ, GE, MINUS, PLUS};
 
@@ -46,10 +46,6 @@ pub(super) fn release_live(tables: &Tables, notification: &str) -> String {
 pub(super) fn notification(notifies: bool) -> String {
     if notifies { format!(", {}", notify_waiters("l.key")) } else { String::new() }
 }
-
-/// The row's version: the transaction that wrote it. Row locks, freezing and rewriting leave it as it is
-/// (<https://www.postgresql.org/docs/current/ddl-system-columns.html>).
-pub(super) const VERSION: &str = "l.xmin::pg_catalog.text";
 
 /// Where an extend moves a lease's end to: only one that names the version that it replaces may shorten
 /// it. So a copy that comes late, after anything newer, does no harm.

@@ -5,7 +5,7 @@
 //! | `backend` | [`PostgresBackend`]: the database, and the tables once it is known where they are |
 //! | `port` | the same as a [`LockBackend`](crate::LockBackend) |
 //! | `schema`, `setup`, `collation` | the tables' names; how they are found and made; whether their indexes are in order |
-//! | `sql`, `held` | every SQL text of the protocol; those on a lease that stands |
+//! | `fragments`, `sql`, `held` | what statements are made of; every SQL text of the protocol; those on a lease that stands |
 //! | `acquire`, `release`, `extend`, `read` | one file per operation |
 //! | `refusals` | what a statement says by failing |
 //! | `operator`, `cleanup` | what operators see and may do; deleting rows that are long over |
@@ -16,6 +16,7 @@ mod backend;
 mod cleanup;
 mod collation;
 mod extend;
+mod fragments;
 mod held;
 mod listener;
 mod notify;

@@ -22,33 +22,13 @@
 //!    row; the careful release does not, and so decides also where notifying fails.
 
 use crate::error::Result;
-use crate::leases::held::{VERSION, extend, new_end, notification, release, release_live, renew};
+use crate::leases::fragments::{CLOCK, DURABLE, VERSION, live};
+use crate::leases::held::{extend, new_end, notification, release, release_live, renew};
 use crate::leases::schema::Tables;
 use crate::model::fence::{FENCE_MAX, Fence};
 use crate::model::lock_id::LockId;
-use crate::model::time::TIME_TOLERANCE_MS;
-use crate::pg::names::{COUNT, EQ, GE, GT, INT, INTS, LT, MINUS, NE, PLUS, TEXT, TEXTS};
+use crate::pg::names::{COUNT, EQ, GE, INT, INTS, LT, NE, PLUS, TEXT, TEXTS};
 use crate::pg::statement::{Statement, push_quoted};
-
-/// Server time in Unix milliseconds, rounded down.
-pub(crate) const CLOCK: &str = "pg_catalog.floor(EXTRACT(EPOCH FROM pg_catalog.clock_timestamp()) \
-    OPERATOR(pg_catalog.*) 1000)::pg_catalog.int8";
-
-/// Raises `synchronous_commit`, for this transaction alone, where it promises less than a durable
-/// commit; other levels ask for more and stay
-/// (<https://www.postgresql.org/docs/current/runtime-config-wal.html#GUC-SYNCHRONOUS-COMMIT>).
-pub(super) const DURABLE: &str = "CASE WHEN pg_catalog.current_setting('synchronous_commit') \
-    OPERATOR(pg_catalog.=) ANY (ARRAY['off', 'local']::pg_catalog.text[]) \
-    THEN pg_catalog.set_config('synchronous_commit', 'on', true) END";
-
-/// Lets the commit of this transaction return before it is on disk.
-pub(super) const RELAXED: &str = "pg_catalog.set_config('synchronous_commit', 'off', true)";
-
-/// The liveness rule of [`is_live`](crate::is_live) in SQL, from the same constant.
-pub(crate) fn live(expires_at_ms: &str, now_ms: &str) -> String {
-    // Spelled-out operators all have one precedence: nothing binds by itself.
-    format!("({expires_at_ms} {GT} ({now_ms} {MINUS} {TIME_TOLERANCE_MS}))")
-}
 
 /// The statements for one pair of tables.
 pub(crate) struct Statements {

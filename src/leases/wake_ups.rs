@@ -1,33 +1,32 @@
-//! Calls between processes: a release calls those who wait for the key elsewhere, if there are any.
+//! Wake-ups between processes: a release notifies those who wait for the key elsewhere, if there are any.
 //!
 //! A client with a waiter that has waited for a while *listens*: on one connection of its own it does
 //! `LISTEN` once, and holds a **shared** advisory lock on the key's number, in a class of its own,
-//! which says no more than "somebody listens for this key". A release tries the same lock
-//! **exclusively**, in the statement that deletes the row: if it gets it, nobody listens and nothing
-//! is sent (a notification has all such commits of the server wait in target, so it is not to be had for
-//! nothing); if not, it notifies
+//! which says no more than "a waiter listens for this key". A release tries the same lock
+//! **exclusively**, in the statement that deletes the row: if it gets it, no one listens and nothing
+//! is sent (a notification has all such commits of the server wait in line, so it has its price); if not, it notifies
 //! (<https://www.postgresql.org/docs/current/sql-notify.html>).
 //!
 //! 1. Latency, never correctness: with the listener dead, mute or never opened, everything works as
 //!    without it, by looking.
-//! 2. Nobody waits for anybody: both sides *try*. A listener that is refused has met a release under
+//! 2. Neither side waits for the other: both *try*. A listener that is refused has met a release under
 //!    way, and tries again.
 //! 3. No release falls between: a release whose try came before the registration keeps its lock
 //!    until its transaction has ended, so a look after the registration sees the key free; one whose
 //!    try comes after it notifies. Therefore a watcher is told [`Heard::Listening`] when its key is
 //!    registered, and looks.
 //! 4. A notification carries a number, never a key. Two keys with one number, and a process that is
-//!    gone or stopped and is still registered, cost needless calls.
+//!    gone or stopped and is still registered, cost needless wake-ups.
 //! 5. Before anything is taken or listened for, two sessions must have shown that they keep to their
-//!    server processes: behind a pooler that shares sessions, both would stay with a stranger. Then
-//!    the one must hear the other's call. Where that fails there is only looking.
-//! 6. The thread opens, registers and listens; it alone uses the connection. It ends when nobody has
-//!    watched for [`IDLE`], or with the client: the token that says so cuts the connection, whatever
+//!    server processes: behind a pooler that shares sessions, both would stay on a server process that is not theirs. Then
+//!    the one must hear the other's notification. Where that fails, waiters only poll.
+//! 6. The thread opens, registers and listens; it alone uses the connection. It ends when there was no
+//!    watcher for [`IDLE`], or with the client: the token that says so cuts the connection, whatever
 //!    the server does. (A Unix socket cannot be cut: there it looks after each [`SLICE`].)
 //! 7. No mutex is held while the server is asked or a watcher is called.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::backend::{Heard, OnHeard, Watch};
@@ -36,9 +35,11 @@ use crate::error::Result;
 use crate::leases::listener::{ListenTarget, Listener, cannot_work_here};
 use crate::model::time::deadline_after;
 use crate::pg::connect::Connector;
+use crate::sync::{Condvar, Mutex, MutexGuard};
 use crate::threads::spawn;
+use crate::waiting::Delays;
 
-/// The most keys that one client listens for: each takes a interest in the server's table of locks.
+/// The most keys that one client listens for: each takes an entry in the server's table of locks.
 const MAX_KEYS: usize = 256;
 
 /// How long a key stays registered after its last watcher has gone: the next is often there already.
@@ -51,16 +52,16 @@ const IDLE: Duration = Duration::from_secs(5);
 const SLICE: Duration = Duration::from_millis(50);
 
 /// The same after a key was refused: a release that is under way is over soon. Doubled each time, for it
-/// may be somebody's lock, which stays.
-const SHORT_SLICE: Duration = Duration::from_millis(2);
+/// may be another program's lock, which stays.
+const AFTER_REFUSAL: Delays = Delays::doubling(Duration::from_millis(2), SLICE);
 
-/// How long a failure keeps the thread from the next attempt, at first and at most.
-const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
+/// How long a failure keeps the thread from the next attempt.
+const RETRY: Delays = Delays::doubling(Duration::from_secs(1), Duration::from_secs(60));
 
-/// The same where calls cannot work: a pooler, a standby, a server without them.
+/// The same where notifications cannot work: a pooler, a standby, a server without them.
 const RETRY_ELSEWHERE: Duration = Duration::from_secs(600);
 
-/// How long closing waits for the thread, which has little to wait for then: a slice and a farewell.
+/// How long closing waits for the thread, which has little to wait for then: a slice and the end of its session.
 const CLOSING: Duration = Duration::from_secs(1);
 
 /// The watches of one client. Dropping it ends them.
@@ -92,7 +93,7 @@ struct Entry {
     idle_since: Option<Instant>,
 }
 
-/// One watcher's interest.
+/// A watcher's interest in one key. Dropping it ends that.
 struct Interest {
     shared: Arc<Shared>,
     key: Arc<str>,
@@ -164,14 +165,14 @@ impl WakeUps {
                 log::debug!("the thread that listens for releases is still busy");
                 return;
             }
-            state = self.0.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            state = self.0.changed.wait_for(state, left);
         }
     }
 
     fn end(&self) {
         if self.0.process == std::process::id() {
             self.0.target.over.cancel();
-            // Taken and let go: the thread is either before its check or in its wait.
+            // Locked and unlocked: the thread is either before its check or in its wait.
             drop(self.0.state());
             self.0.changed.notify_all();
         }
@@ -217,7 +218,7 @@ impl Drop for Interest {
 
 impl Shared {
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Waits until there is a reason to connect. False if the thread is not needed any more.
@@ -236,8 +237,7 @@ impl Shared {
             if rest.is_zero() {
                 return true;
             }
-            state =
-                self.changed.wait_timeout(state, rest.min(IDLE)).unwrap_or_else(PoisonError::into_inner).0;
+            state = self.changed.wait_for(state, rest.min(IDLE));
         }
     }
 
@@ -250,7 +250,7 @@ impl Shared {
         }
     }
 
-    /// What is to be registered and what not any more; `None` when the connection is not needed any more.
+    /// What is to be registered, and what no longer; `None` when the connection is not needed any more.
     fn work(&self) -> Option<Work> {
         let mut state = self.state();
         let now = Instant::now();
@@ -270,32 +270,32 @@ impl Shared {
         Some(Work { register: unregistered.map(|(key, _)| Arc::clone(key)).collect(), unregister })
     }
 
-    /// Calls the watchers of what was registered. Whether all of it was.
+    /// Wakes the watchers of what was registered. Whether all of it was.
     fn registered(&self, keys: &[Arc<str>], numbers: &[Option<i32>]) -> bool {
-        let mut calls = Vec::new();
+        let mut watchers = Vec::new();
         {
             let mut state = self.state();
             for (key, number) in keys.iter().zip(numbers) {
                 // Only the thread takes entries out: what was granted is still in it.
                 if let (Some(entry), Some(_)) = (state.keys.get_mut(key), number) {
                     entry.number = *number;
-                    calls.extend(entry.watchers.iter().map(|(_, heard)| Arc::clone(heard)));
+                    watchers.extend(entry.watchers.iter().map(|(_, heard)| Arc::clone(heard)));
                 }
             }
         }
-        calls.iter().for_each(|heard| heard(Heard::Listening));
+        watchers.iter().for_each(|heard| heard(Heard::Listening));
         numbers.iter().all(Option::is_some)
     }
 
-    /// Calls the watchers of every key with one of these numbers.
+    /// Wakes the watchers of every key with one of these numbers.
     fn freed(&self, numbers: &HashSet<i32>) {
-        let calls: Vec<OnHeard> = {
+        let watchers: Vec<OnHeard> = {
             let state = self.state();
             let heard = |entry: &&Entry| entry.number.is_some_and(|number| numbers.contains(&number));
             let all = state.keys.values().filter(heard).flat_map(|entry| &entry.watchers);
             all.map(|(_, heard)| Arc::clone(heard)).collect()
         };
-        calls.iter().for_each(|heard| heard(Heard::Freed));
+        watchers.iter().for_each(|heard| heard(Heard::Freed));
     }
 }
 
@@ -305,7 +305,7 @@ struct Ended<'a>(&'a Shared);
 impl Drop for Ended<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.0.rest(Some(RETRY.1));
+            self.0.rest(Some(RETRY.longest));
             self.0.state().running = false;
             self.0.changed.notify_all();
         }
@@ -314,10 +314,10 @@ impl Drop for Ended<'_> {
 
 fn run(shared: &Shared) {
     let _ended = Ended(shared);
-    let mut wait = RETRY.0;
+    let mut failures = 0;
     while shared.wait_until_wanted() {
         let outcome = Listener::open(&shared.target).and_then(|listener| {
-            wait = RETRY.0;
+            failures = 0;
             serve(shared, listener)
         });
         let rest = match outcome {
@@ -328,17 +328,17 @@ fn run(shared: &Shared) {
             }
             Err(error) => {
                 log::debug!("releases in other processes are not heard for now: {}", error.chain());
-                let longer = (wait * 2).min(RETRY.1);
-                Some(std::mem::replace(&mut wait, longer))
+                failures += 1;
+                Some(RETRY.before(failures))
             }
         };
         shared.rest(rest);
     }
 }
 
-/// Registers, listens and calls, until nobody needs it any more.
+/// Registers, listens and wakes watchers, until no one needs it any more.
 fn serve(shared: &Shared, mut listener: Listener<'_>) -> Result<()> {
-    let mut short = SHORT_SLICE;
+    let mut refusals = 0;
     while let Some(work) = shared.work() {
         let mut slice = SLICE;
         if !work.unregister.is_empty() {
@@ -347,16 +347,16 @@ fn serve(shared: &Shared, mut listener: Listener<'_>) -> Result<()> {
         if !work.register.is_empty() {
             let numbers = listener.register(&work.register)?;
             if shared.registered(&work.register, &numbers) {
-                short = SHORT_SLICE;
+                refusals = 0;
             } else {
-                slice = short;
-                short = SLICE.min(short * 2);
+                refusals += 1;
+                slice = AFTER_REFUSAL.before(refusals);
             }
         }
         let numbers = listener.listen(slice)?;
         shared.freed(&numbers);
     }
-    // It says goodbye by itself, and its session takes what is registered with it.
+    // The session ends with the connection, and what was registered ends with the session.
     listener.leave();
     Ok(())
 }

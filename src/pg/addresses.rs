@@ -8,13 +8,14 @@ use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
 use std::net::IpAddr;
 use std::path::PathBuf;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+
 use std::time::{Duration, Instant};
 
 use postgres::Config;
 use postgres::config::{Host, LoadBalanceHosts, TargetSessionAttrs};
 
 use crate::error::{LockError, Result};
+use crate::sync::{Mutex, MutexGuard};
 
 /// With `load_balance_hosts=random` a host that failed is tried last for so long.
 const AVOIDED: Duration = Duration::from_secs(60);
@@ -185,7 +186,7 @@ impl Addresses {
     }
 
     fn failed(&self) -> MutexGuard<'_, HashMap<Key, Instant>> {
-        self.failed.lock().unwrap_or_else(PoisonError::into_inner)
+        self.failed.lock()
     }
 }
 

@@ -11,7 +11,7 @@
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use postgres::config::{ChannelBinding, SslMode, SslNegotiation};
@@ -29,6 +29,7 @@ use crate::pg::resolve::Resolver;
 use crate::pg::resources;
 use crate::pg::statement::startup_options;
 use crate::pg::stream::{DeadlineTls, Encryption, StreamControl};
+use crate::sync::{Mutex, MutexGuard};
 use crate::threads::{contained, drop_legally, in_runtime, locals_gone, spawn};
 
 /// How long the driver may take to say goodbye on a connection that is in order.
@@ -196,8 +197,8 @@ impl Connector {
         ))
     }
 
-    fn left_behind(&self) -> std::sync::MutexGuard<'_, Vec<Weak<()>>> {
-        self.0.left_behind.lock().unwrap_or_else(PoisonError::into_inner)
+    fn left_behind(&self) -> MutexGuard<'_, Vec<Weak<()>>> {
+        self.0.left_behind.lock()
     }
 
     /// Asks the server to cancel what `token`'s connection is doing, whose socket `control` is if it is

@@ -21,9 +21,6 @@ use postgres::error::{DbError, Severity};
 use crate::error::{ErrorCode, LockError};
 use crate::pg::failure::Failure;
 
-/// The SQLSTATE with which a standby refuses a change.
-pub(crate) const READ_ONLY: &str = "25006";
-
 /// The code for a SQLSTATE.
 pub(crate) fn code_for(sqlstate: &str) -> ErrorCode {
     match sqlstate {

@@ -1,7 +1,9 @@
 //! How a call failed, and what that says of the connection and of the change.
 
 use crate::error::{ErrorCode, LockError};
-use crate::pg::error::READ_ONLY;
+
+/// The SQLSTATE with which a standby refuses a change.
+pub(crate) const READ_ONLY: &str = "25006";
 
 /// The one failure type inside: an error for the caller, and what it means for whoever might try again.
 #[derive(Debug)]

@@ -7,12 +7,13 @@
 use std::collections::HashMap;
 use std::io;
 use std::net::{IpAddr, ToSocketAddrs};
+use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
+use crate::sync::{Mutex, MutexGuard};
 use crate::threads::spawn;
 
 type Lookup = dyn Fn(&str) -> io::Result<Vec<IpAddr>> + Send + Sync;
@@ -108,7 +109,7 @@ impl Resolver {
     }
 
     fn names(&self) -> MutexGuard<'_, HashMap<String, Name>> {
-        self.names.lock().unwrap_or_else(PoisonError::into_inner)
+        self.names.lock()
     }
 }
 
@@ -169,7 +170,7 @@ mod tests {
         let count = Arc::clone(&asked);
         let resolver = Resolver::new(move |_| {
             count.fetch_add(1, Ordering::SeqCst);
-            answers.lock().unwrap().recv().unwrap_or_else(|_| Err(io::Error::other("over")))
+            answers.lock().recv().unwrap_or_else(|_| Err(io::Error::other("over")))
         });
         (resolver, answer, asked)
     }

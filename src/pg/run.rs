@@ -10,6 +10,7 @@ use crate::model::time::{Clock, Moment, deadline_after};
 use crate::pg::failure::Failure;
 use crate::pg::session::Session;
 use crate::pg::source::{Connection, Source};
+use crate::waiting::Delays;
 
 /// How often an operation starts anew because its connection turned out to be stale. After a
 /// restart of the server every idle connection is.
@@ -18,8 +19,8 @@ const MAX_REPLACEMENTS: u32 = 64;
 /// The same for renewals, which have one connection.
 const MAX_RENEWAL_REPLACEMENTS: u32 = 3;
 
-/// The pause before a lost answer is asked for again, at first and at most.
-const ASK_AGAIN: (Duration, Duration) = (Duration::from_millis(10), Duration::from_millis(250));
+/// The pauses before a lost answer is asked for again.
+const ASK_AGAIN: Delays = Delays::doubling(Duration::from_millis(10), Duration::from_millis(250));
 
 /// A database: where its connections come from, and how long a call may take.
 pub(crate) struct Database {
@@ -43,9 +44,10 @@ pub(crate) fn until_known<R>(
     cancel: &CancelToken,
     mut operation: impl FnMut() -> Result<R, Failure>,
 ) -> Result<(R, Option<LockError>), Failure> {
-    let mut first = None;
-    let mut pause = ASK_AGAIN.0;
+    let (mut first, mut retry) = (None, 0);
     loop {
+        retry += 1;
+        let pause = ASK_AGAIN.before(retry);
         match operation() {
             Ok(result) => return Ok((result, first)),
             Err(failure) if first.is_none() && !failure.is_in_doubt() => return Err(failure),
@@ -58,7 +60,6 @@ pub(crate) fn until_known<R>(
             }
         }
         let _ = cancel.wait_timeout(pause);
-        pause = (pause * 2).min(ASK_AGAIN.1);
     }
 }
 

@@ -19,8 +19,8 @@ use crate::error::{ErrorCode, LockError, Result};
 use crate::model::time::deadline_after;
 use crate::pg::answers::{Answers, int};
 use crate::pg::connect::{guard_runtime, rest};
-use crate::pg::error::{READ_ONLY, call_error, out_of_time};
-use crate::pg::failure::Failure;
+use crate::pg::error::{call_error, out_of_time};
+use crate::pg::failure::{Failure, READ_ONLY};
 use crate::pg::names::PLAIN_NAMES;
 use crate::pg::source::Connection;
 use crate::pg::statement::{

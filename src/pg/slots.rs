@@ -12,7 +12,7 @@
 
 use std::convert::Infallible;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use postgres::Client;
@@ -26,6 +26,7 @@ use crate::pg::error::out_of_time;
 use crate::pg::pool::{Canceller, Lent, NotLent, Pool};
 use crate::pg::statement::SessionState;
 use crate::pg::stream::StreamControl;
+use crate::sync::{Mutex, MutexGuard};
 use crate::threads::{contained, spawn};
 
 /// A connection that was idle for longer is closed instead of lent.
@@ -193,7 +194,7 @@ fn put_back(slots: Vec<PooledConnection<Slots>>) {
 
 impl Inner {
     fn built(&self) -> MutexGuard<'_, Option<r2d2::Pool<Slots>>> {
-        self.pool.lock().unwrap_or_else(PoisonError::into_inner)
+        self.pool.lock()
     }
 
     /// r2d2's pool, built now if it is not yet.
@@ -236,14 +237,14 @@ impl Drop for Inner {
     fn drop(&mut self) {
         if self.process != std::process::id() {
             // Its sockets are the parent's, and a thread of the parent's may have had its lock at the fork.
-            std::mem::forget(self.pool.get_mut().unwrap_or_else(PoisonError::into_inner).take());
+            std::mem::forget(self.pool.get_mut().take());
         }
     }
 }
 
 impl Shared {
     fn thread(&self) -> Result<Arc<ScheduledThreadPool>> {
-        let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut thread = self.thread.lock();
         if let Some(thread) = thread.upgrade() {
             return Ok(thread);
         }

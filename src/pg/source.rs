@@ -1,7 +1,7 @@
 //! Where connections come from: a pool for operations, ours or a caller's, and one connection kept
 //! apart for renewals.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use postgres::Client;
@@ -17,6 +17,7 @@ use crate::pg::pool::{self, Canceller, Lent, Pool};
 use crate::pg::slots::{OwnPool, Shared};
 use crate::pg::statement::SessionState;
 use crate::pg::stream::StreamControl;
+use crate::sync::Mutex;
 
 /// How long a caller's pool may take to spare a second connection.
 const SPARE: Duration = Duration::from_secs(1);
@@ -100,7 +101,7 @@ impl Source {
         match &self.renewals {
             Renewals::Own(pool) => pool::get(pool, end, &never).map(Connection),
             Renewals::Kept(kept) => {
-                let mut connection = kept.lock().unwrap_or_else(PoisonError::into_inner).take();
+                let mut connection = kept.lock().take();
                 let open = |kept: &mut Connection| kept.client().is_ok_and(|client| !client.is_closed());
                 match connection.take_if(open) {
                     Some(connection) => Ok(connection),
@@ -116,7 +117,7 @@ impl Source {
             Renewals::Own(_) => connection.give_back(),
             Renewals::Kept(kept) => {
                 let surplus = {
-                    let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+                    let mut kept = kept.lock();
                     if kept.is_none() { kept.replace(connection) } else { Some(connection) }
                 };
                 if let Some(surplus) = surplus {
@@ -132,7 +133,7 @@ impl Source {
             Renewals::Kept(_) if self.operations.max_size() < 2 => Err(LockError::invalid(
                 "renewals need a connection of their own: give the pool a max_size of at least 2, or call the builder's maintenance()",
             )),
-            Renewals::Kept(kept) => Ok(kept.lock().unwrap_or_else(PoisonError::into_inner).is_none()),
+            Renewals::Kept(kept) => Ok(kept.lock().is_none()),
             Renewals::Own(_) => Ok(false),
         }
     }
@@ -140,7 +141,7 @@ impl Source {
     /// Gives a caller's connection back that was kept for renewals. Whether there could be one.
     pub(crate) fn unreserve(&self) -> bool {
         let Renewals::Kept(kept) = &self.renewals else { return false };
-        let connection = kept.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let connection = kept.lock().take();
         if let Some(connection) = connection {
             connection.give_back();
         }
@@ -190,7 +191,7 @@ impl Drop for Source {
     /// The connection that was kept is in order: it belongs to the caller's pool again.
     fn drop(&mut self) {
         if let Renewals::Kept(kept) = &mut self.renewals {
-            let kept = kept.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+            let kept = kept.get_mut().take();
             match kept {
                 Some(connection) if self.process == std::process::id() => connection.give_back(),
                 Some(connection) => connection.abandon(),

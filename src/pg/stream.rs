@@ -18,11 +18,12 @@ use std::error::Error;
 use std::future::{Future, poll_fn};
 use std::io;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, Waker, ready};
 use std::time::{Duration, Instant};
 
+use crate::sync::Mutex;
 use postgres::NoTls;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::Sleep;
@@ -70,7 +71,7 @@ impl StreamControl {
     /// Cuts the connection, from any thread.
     pub(crate) fn kill(&self) {
         self.0.dead.store(true, Ordering::SeqCst);
-        let waker = self.0.waiting.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let waker = self.0.waiting.lock().take();
         if let Some(waker) = waker {
             waker.wake();
         }
@@ -122,7 +123,7 @@ impl Alarm {
     /// Called when the socket has to wait: ready with the error once the control is dead or its time
     /// is over; otherwise sees to it that this task is woken then.
     fn poll_over(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
-        *self.control.0.waiting.lock().unwrap_or_else(PoisonError::into_inner) = Some(cx.waker().clone());
+        *self.control.0.waiting.lock() = Some(cx.waker().clone());
         // Checked after the waker is in place: a kill in between is seen here or wakes us.
         if let Err(error) = self.check() {
             return Poll::Ready(error);

@@ -320,9 +320,9 @@ fn looking_answers_although_its_clean_up_cannot_be_done() {
     let client = role.connect(PgLockClient::builder().cleanup_in_is_locked(true)).unwrap();
     let log = logs::capture();
     assert!(!client.is_locked(&key).unwrap());
-    wait_until(LIMIT, "the clean-up has failed, quietly", || {
+    wait_until(LIMIT, "the cleanup has failed, quietly", || {
         log.lines().iter().any(|line| {
-            line.level == log::Level::Debug && line.text.contains("clean-up") && line.text.contains("42501")
+            line.level == log::Level::Debug && line.text.contains("cleanup") && line.text.contains("42501")
         })
     });
     assert!(!client.is_locked(&key).unwrap());
