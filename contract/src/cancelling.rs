@@ -14,14 +14,13 @@ pub(crate) fn a_fired_token_aborts_each_operation_without_effect(bench: &Bench<'
     let (backend, deadline) = (&*bench.backend, bench.deadline());
     let before = bench.raw(&key);
     let attempt = Attempt { key: &free, lock_id: &id, ttl: TTL, deadline };
-    let errors: [LockError; 11] = [
+    let errors: [LockError; 10] = [
         backend.acquire(&free, TTL, &token).unwrap_err(),
         backend.attempt(&attempt, &token).unwrap_err(),
         backend.release(&grant.lock_id, &token).unwrap_err(),
         backend.extend(&grant.lock_id, TTL * 2, &token).unwrap_err(),
-        backend.extend_by(&grant.lock_id, TTL * 2, deadline, &token).unwrap_err(),
         backend.is_locked(&key, &token).unwrap_err(),
-        backend.peek(&key, deadline, &token).unwrap_err(),
+        backend.holder(&key, deadline, &token).unwrap_err(),
         backend.lookup(Lookup::Key(&key), &token).unwrap_err(),
         backend.lookup(Lookup::LockId(&grant.lock_id), &token).unwrap_err(),
         backend.lookup_raw(Lookup::Key(&key), &token).unwrap_err(),

@@ -64,7 +64,7 @@ pub(crate) fn what_cannot_be_a_key_is_refused_everywhere(bench: &Bench<'_>) {
             backend.acquire(key, TTL, &never).unwrap_err(),
             backend.attempt(&attempt, &never).unwrap_err(),
             backend.is_locked(key, &never).unwrap_err(),
-            backend.peek(key, deadline, &never).unwrap_err(),
+            backend.holder(key, deadline, &never).unwrap_err(),
             backend.lookup(Lookup::Key(key), &never).unwrap_err(),
             backend.lookup_raw(Lookup::Key(key), &never).unwrap_err(),
             // A renewal may refuse the key or, not needing it, find no such lease.
@@ -184,7 +184,7 @@ pub(crate) fn lock_ids_of_the_wrong_form_are_refused_everywhere(bench: &Bench<'_
             backend.release(id, &never).unwrap_err(),
             backend.release_by(id, deadline).unwrap_err(),
             backend.extend(id, TTL, &never).unwrap_err(),
-            backend.extend_by(id, TTL, deadline, &never).unwrap_err(),
+            backend.prolong(&renewal, deadline).unwrap_err(),
             backend.lookup(Lookup::LockId(id), &never).unwrap_err(),
             backend.lookup_raw(Lookup::LockId(id), &never).unwrap_err(),
             backend.attempt(&attempt, &never).unwrap_err(),

@@ -29,7 +29,7 @@ pub(crate) fn reading_changes_nothing(bench: &Bench<'_>) {
     for _ in 0..30 {
         for key in [&key, &dead, &free] {
             bench.is_locked(key);
-            let _ = bench.backend.peek(key, bench.deadline(), &CancelToken::never()).unwrap();
+            let _ = bench.backend.holder(key, bench.deadline(), &CancelToken::never()).unwrap();
             bench.by_key(key);
         }
         for id in [&grant.lock_id, &dead_grant.lock_id] {

@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::time::Duration;
 
-use syncguard::backend::{Attempt, ExtendOutcome, Grant, LostReason, ReleaseOutcome, RenewOutcome, Renewal};
+use syncguard::backend::{Attempt, Grant, LostReason, ReleaseOutcome, RenewOutcome, Renewal};
 use syncguard::{CancelToken, ErrorCode, Fence, Result};
 
 use crate::bench::{Bench, LONG_EXPIRED_MS, TTL};
@@ -147,13 +147,15 @@ pub(crate) fn guards_calls_answer_like_the_plain_operations(bench: &Bench<'_>) {
     assert!(!bench.backend.operation_timeout().is_zero());
     let (key, grant) = bench.held();
     let deadline = bench.deadline();
-    assert!(bench.backend.peek(&key, deadline, &never).unwrap());
-    let extended = bench.backend.extend_by(&grant.lock_id, TTL * 2, deadline, &never).unwrap();
+    assert!(bench.backend.holder(&key, deadline, &never).unwrap().is_some());
+    let renewal =
+        Renewal { key: &key, lock_id: &grant.lock_id, fence: grant.fence, version: None, ttl: TTL * 2 };
+    let extended = bench.backend.prolong(&renewal, deadline).unwrap();
     let expires_at_ms = bench.by_key(&key).unwrap().expires_at_ms;
-    assert_eq!(extended, ExtendOutcome::Extended { expires_at_ms });
+    assert!(matches!(extended, RenewOutcome::Renewed { expires_at_ms: at, .. } if at == expires_at_ms));
     assert_eq!(bench.backend.release_by(&grant.lock_id, deadline).unwrap(), ReleaseOutcome::Released);
-    assert!(!bench.backend.peek(&key, deadline, &never).unwrap());
+    assert!(bench.backend.holder(&key, deadline, &never).unwrap().is_none());
     assert_ne!(bench.backend.release_by(&grant.lock_id, deadline).unwrap(), ReleaseOutcome::Released);
-    let refused = bench.backend.extend_by(&grant.lock_id, TTL, deadline, &never).unwrap();
-    assert!(matches!(refused, ExtendOutcome::NotHeld(_)));
+    let refused = bench.backend.prolong(&renewal, deadline).unwrap();
+    assert!(matches!(refused, RenewOutcome::Lost(_)));
 }

@@ -19,7 +19,7 @@ pub(crate) fn a_lease_is_live_until_the_tolerance_is_over(bench: &Bench<'_>) {
     age();
     assert!(bench.is_locked(&key));
     age();
-    assert!(bench.backend.peek(&key, bench.deadline(), &CancelToken::never()).unwrap());
+    assert!(bench.backend.holder(&key, bench.deadline(), &CancelToken::never()).unwrap().is_some());
     age();
     assert!(bench.by_key(&key).is_some());
     age();
@@ -44,7 +44,7 @@ pub(crate) fn a_lease_is_dead_after_the_tolerance(bench: &Bench<'_>) {
     bench.harness.age(&key, LONG_EXPIRED_MS);
 
     assert!(!bench.is_locked(&key));
-    assert!(!bench.backend.peek(&key, bench.deadline(), &never).unwrap());
+    assert!(bench.backend.holder(&key, bench.deadline(), &never).unwrap().is_none());
     assert!(bench.by_key(&key).is_none() && bench.by_id(id).is_none() && bench.raw(&key).is_none());
     match bench.backend.extend(id, TTL, &never).unwrap() {
         ExtendOutcome::NotHeld(reason) => assert!(is_or_unknown(reason, Reason::Expired), "{reason:?}"),
@@ -124,7 +124,7 @@ pub(crate) fn a_ttl_that_is_too_short_or_too_long_is_refused_and_changes_nothing
             bench.backend.acquire(&free_key, ttl, &never).unwrap_err().code(),
             bench.backend.attempt(&attempt, &never).unwrap_err().code(),
             bench.backend.extend(&held.lock_id, ttl, &never).unwrap_err().code(),
-            bench.backend.extend_by(&held.lock_id, ttl, deadline, &never).unwrap_err().code(),
+            bench.backend.prolong(&renewal, deadline).unwrap_err().code(),
             bench.backend.renew(&[renewal], deadline).remove(0).unwrap_err().code(),
         ];
         assert_eq!(codes, [ErrorCode::InvalidArgument; 5], "{ttl:?}");
@@ -167,8 +167,8 @@ pub(crate) fn a_deadline_that_is_over_ends_each_call_without_effect(bench: &Benc
     };
     let errors = [
         bench.backend.attempt(&attempt, &never).unwrap_err(),
-        bench.backend.peek(&held_key, over, &never).unwrap_err(),
-        bench.backend.extend_by(&held.lock_id, TTL * 2, over, &never).unwrap_err(),
+        bench.backend.holder(&held_key, over, &never).unwrap_err(),
+        bench.backend.prolong(&renewal, over).unwrap_err(),
         bench.backend.release_by(&held.lock_id, over).unwrap_err(),
         bench.backend.renew(&[renewal], over).remove(0).unwrap_err(),
     ];

@@ -38,23 +38,11 @@ macro_rules! forward {
             fn grant(&self, attempt: &Attempt<'_>, cancel: &CancelToken) -> Result<Option<Grant>> {
                 (**self).grant(attempt, cancel)
             }
-            fn peek(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<bool> {
-                (**self).peek(key, deadline, cancel)
-            }
             fn holder(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<Option<Holder>> {
                 (**self).holder(key, deadline, cancel)
             }
             fn watch(&self, key: &str, heard: OnHeard) -> Option<Box<dyn Watch>> {
                 (**self).watch(key, heard)
-            }
-            fn extend_by(
-                &self,
-                lock_id: &str,
-                ttl: Duration,
-                deadline: Moment,
-                cancel: &CancelToken,
-            ) -> Result<ExtendOutcome> {
-                (**self).extend_by(lock_id, ttl, deadline, cancel)
             }
             fn release_by(&self, lock_id: &str, deadline: Moment) -> Result<ReleaseOutcome> {
                 (**self).release_by(lock_id, deadline)

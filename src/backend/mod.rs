@@ -36,7 +36,7 @@
 //!    [`grant`](LockBackend::grant) and [`prolong`](LockBackend::prolong) as well: see 8.
 //! 3. [`operation_timeout`](LockBackend::operation_timeout), and
 //!    [`clock`](LockBackend::clock) where tests are to move the time. The other methods have defaults that
-//!    fulfil the contract; override `extend_by`, `release_by` and `peek` where a call may take long, for
+//!    fulfil the contract; override `prolong`, `release_by` and `holder` where a call may take long, for
 //!    the defaults look at the deadline only once, and `renew` where many leases can be renewed at once.
 //!
 //! What to use: [`normalize_and_validate_key`](crate::normalize_and_validate_key) and
@@ -146,16 +146,11 @@ pub trait LockBackend: Send + Sync {
         Ok(acquired.map(|acquired| Grant { acquired, version: None }))
     }
 
-    /// [`is_locked`](LockBackend::is_locked) for a waiter that looks before it tries again.
-    fn peek(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<bool> {
-        in_time(self, deadline)?;
-        self.is_locked(key, cancel)
-    }
-
     /// Who holds a key, for a waiter that looks before it tries again and names the holder when its
-    /// time is over; `None` if nobody does. The default knows no more than [`peek`](LockBackend::peek).
+    /// time is over; `None` if nobody does. The default knows no more than [`is_locked`](LockBackend::is_locked).
     fn holder(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<Option<Holder>> {
-        Ok(self.peek(key, deadline, cancel)?.then(Holder::default))
+        in_time(self, deadline)?;
+        Ok(self.is_locked(key, cancel)?.then(Holder::default))
     }
 
     /// Watches a key for a waiter that has waited for a while and may wait longer: `heard` is called
@@ -168,18 +163,6 @@ pub trait LockBackend: Send + Sync {
     fn watch(&self, key: &str, heard: OnHeard) -> Option<Box<dyn Watch>> {
         let _ = (key, heard);
         None
-    }
-
-    /// [`extend`](LockBackend::extend) with a deadline of its own.
-    fn extend_by(
-        &self,
-        lock_id: &str,
-        ttl: Duration,
-        deadline: Moment,
-        cancel: &CancelToken,
-    ) -> Result<ExtendOutcome> {
-        in_time(self, deadline)?;
-        self.extend(lock_id, ttl, cancel)
     }
 
     /// [`release`](LockBackend::release) that no token stops: for guards that end.
@@ -198,7 +181,8 @@ pub trait LockBackend: Send + Sync {
     /// was: it is for backends without late messages.
     fn prolong(&self, lease: &Renewal<'_>, deadline: Moment) -> Result<RenewOutcome> {
         let never = CancelToken::never();
-        let outcome = self.extend_by(lease.lock_id, lease.ttl, deadline, &never)?;
+        in_time(self, deadline)?;
+        let outcome = self.extend(lease.lock_id, lease.ttl, &never)?;
         let found = match outcome {
             ExtendOutcome::NotHeld(Some(Reason::Expired)) => {
                 return Ok(RenewOutcome::Lost(LostReason::Expired));

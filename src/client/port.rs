@@ -39,23 +39,11 @@ impl LockBackend for PgLockClient {
     fn grant(&self, attempt: &Attempt<'_>, cancel: &CancelToken) -> Result<Option<Grant>> {
         self.locks.backend().grant(attempt, cancel)
     }
-    fn peek(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<bool> {
-        self.locks.backend().peek(key, deadline, cancel)
-    }
     fn holder(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<Option<Holder>> {
         self.locks.backend().holder(key, deadline, cancel)
     }
     fn watch(&self, key: &str, heard: OnHeard) -> Option<Box<dyn Watch>> {
         self.locks.backend().watch(key, heard)
-    }
-    fn extend_by(
-        &self,
-        lock_id: &str,
-        ttl: Duration,
-        deadline: Moment,
-        cancel: &CancelToken,
-    ) -> Result<ExtendOutcome> {
-        self.locks.backend().extend_by(lock_id, ttl, deadline, cancel)
     }
     fn release_by(&self, lock_id: &str, deadline: Moment) -> Result<ReleaseOutcome> {
         self.locks.backend().release_by(lock_id, deadline)

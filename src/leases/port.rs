@@ -55,10 +55,6 @@ impl LockBackend for PostgresBackend {
         Acquire::new(&key, &lock_id, ttl)?.run(self, self.database.end_by(attempt.deadline), cancel)
     }
 
-    fn peek(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<bool> {
-        read::is_locked(self, &Key::new(key)?, self.database.end_by(deadline), cancel)
-    }
-
     fn holder(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<Option<Holder>> {
         read::holder(self, &Key::new(key)?, self.database.end_by(deadline), cancel)
     }
@@ -68,16 +64,6 @@ impl LockBackend for PostgresBackend {
         let (storage_key, _) =
             Key::new(key).ok()?.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES).ok()?;
         wake_ups.watch(&storage_key, &heard)
-    }
-
-    fn extend_by(
-        &self,
-        lock_id: &str,
-        ttl: Duration,
-        deadline: Moment,
-        cancel: &CancelToken,
-    ) -> Result<ExtendOutcome> {
-        extend::extend(self, &LockId::parse(lock_id)?, Ttl::new(ttl)?, self.database.end_by(deadline), cancel)
     }
 
     fn release_by(&self, lock_id: &str, deadline: Moment) -> Result<ReleaseOutcome> {

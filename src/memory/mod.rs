@@ -258,21 +258,6 @@ impl MemoryBackend {
         self.shared.clock.now().after(self.operation_timeout)
     }
 
-    fn extend_call(
-        &self,
-        lock_id: &str,
-        ttl: Duration,
-        deadline: Moment,
-        cancel: &CancelToken,
-    ) -> Result<ExtendOutcome> {
-        let (id, ttl) = (LockId::parse(lock_id)?, Ttl::new(ttl)?);
-        self.call(Call::Extend, Effect::Grant(ttl), (deadline, cancel), |store, now| {
-            store.apply_loss(id.as_str(), now, false);
-            store.extend(id.as_str(), ttl, now)
-        })
-        .map_err(|failure| failure.error().with_lock_id(lock_id))
-    }
-
     fn release_call(&self, lock_id: &str, deadline: Moment, cancel: &CancelToken) -> Result<ReleaseOutcome> {
         let id = LockId::parse(lock_id)?;
         self.call(Call::Release, Effect::Release(id.as_str()), (deadline, cancel), |store, now| {
@@ -306,7 +291,12 @@ impl LockBackend for MemoryBackend {
     }
 
     fn extend(&self, lock_id: &str, ttl: Duration, cancel: &CancelToken) -> Result<ExtendOutcome> {
-        self.extend_call(lock_id, ttl, self.default_deadline(), cancel)
+        let (id, ttl) = (LockId::parse(lock_id)?, Ttl::new(ttl)?);
+        self.call(Call::Extend, Effect::Grant(ttl), (self.default_deadline(), cancel), |store, now| {
+            store.apply_loss(id.as_str(), now, false);
+            store.extend(id.as_str(), ttl, now)
+        })
+        .map_err(|failure| failure.error().with_lock_id(lock_id))
     }
 
     fn is_locked(&self, key: &str, cancel: &CancelToken) -> Result<bool> {
@@ -343,22 +333,8 @@ impl LockBackend for MemoryBackend {
         Ok(answer)
     }
 
-    fn peek(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<bool> {
-        self.holder(key, deadline, cancel).map(|holder| holder.is_some())
-    }
-
     fn holder(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<Option<Holder>> {
         self.look(Call::Peek, key, deadline, cancel)
-    }
-
-    fn extend_by(
-        &self,
-        lock_id: &str,
-        ttl: Duration,
-        deadline: Moment,
-        cancel: &CancelToken,
-    ) -> Result<ExtendOutcome> {
-        self.extend_call(lock_id, ttl, deadline, cancel)
     }
 
     fn release_by(&self, lock_id: &str, deadline: Moment) -> Result<ReleaseOutcome> {

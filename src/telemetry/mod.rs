@@ -9,10 +9,10 @@
 //! | --- | --- |
 //! | `acquire`, `attempt` | one `acquire`; contention is `fail`, reason `locked` |
 //! | `release`, `release_by` | one `release`; `fail` has reason `expired` or `not-found`, if known |
-//! | `extend`, `extend_by`, `prolong` | one `extend`, likewise |
+//! | `extend`, `prolong` | one `extend`, likewise |
 //! | `renew` | one `extend` per lease; a busy row is `fail` without reason |
 //! | `is_locked` | one `isLocked`; *not locked* is `fail` without reason |
-//! | `peek`, `holder` | none: waiters ask often, and each attempt reports itself |
+//! | `holder` | none: waiters ask often, and each attempt reports itself |
 //! | `lookup`, `lookup_raw` | one `lookup`; *not found* is `fail` without reason |
 //! | any call that ends with an error | `fail` without reason, and the error's code |
 //!
@@ -133,17 +133,6 @@ impl<B> Telemetry<B> {
         })
     }
 
-    fn extend_reported(
-        &self,
-        lock_id: &str,
-        call: impl FnOnce(&B) -> Result<ExtendOutcome>,
-    ) -> Result<ExtendOutcome> {
-        self.report(Operation::Extend, Subject::LockId(lock_id), call, |answer| match answer {
-            ExtendOutcome::Extended { .. } => (Ending::OK, None),
-            ExtendOutcome::NotHeld(reason) => (Ending::fail(*reason), None),
-        })
-    }
-
     fn lookup_reported<T>(
         &self,
         what: Lookup<'_>,
@@ -167,7 +156,11 @@ impl<B: LockBackend> LockBackend for Telemetry<B> {
     }
 
     fn extend(&self, lock_id: &str, ttl: Duration, cancel: &CancelToken) -> Result<ExtendOutcome> {
-        self.extend_reported(lock_id, |inner| inner.extend(lock_id, ttl, cancel))
+        let call = |inner: &B| inner.extend(lock_id, ttl, cancel);
+        self.report(Operation::Extend, Subject::LockId(lock_id), call, |answer| match answer {
+            ExtendOutcome::Extended { .. } => (Ending::OK, None),
+            ExtendOutcome::NotHeld(reason) => (Ending::fail(*reason), None),
+        })
     }
 
     fn is_locked(&self, key: &str, cancel: &CancelToken) -> Result<bool> {
@@ -195,26 +188,12 @@ impl<B: LockBackend> LockBackend for Telemetry<B> {
         })
     }
 
-    fn peek(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<bool> {
-        self.inner.peek(key, deadline, cancel)
-    }
-
     fn holder(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<Option<Holder>> {
         self.inner.holder(key, deadline, cancel)
     }
 
     fn watch(&self, key: &str, heard: OnHeard) -> Option<Box<dyn Watch>> {
         self.inner.watch(key, heard)
-    }
-
-    fn extend_by(
-        &self,
-        lock_id: &str,
-        ttl: Duration,
-        deadline: Moment,
-        cancel: &CancelToken,
-    ) -> Result<ExtendOutcome> {
-        self.extend_reported(lock_id, |inner| inner.extend_by(lock_id, ttl, deadline, cancel))
     }
 
     fn release_by(&self, lock_id: &str, deadline: Moment) -> Result<ReleaseOutcome> {

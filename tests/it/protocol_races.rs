@@ -93,10 +93,9 @@ fn perform(
             let attempt = Attempt { key, lock_id: &ours, ttl: TTL, deadline };
             client.attempt(&attempt, &token)?.acquired().is_some()
         }
-        Kind::Extend => matches!(
-            client.extend_by(holder, TTL, Clock::system().now().after(LIMIT), &token)?,
-            ExtendOutcome::Extended { .. }
-        ),
+        Kind::Extend => {
+            matches!(LockBackend::extend(client, holder, TTL, &token)?, ExtendOutcome::Extended { .. })
+        }
         Kind::Release => LockBackend::release(client, holder, &token)? == ReleaseOutcome::Released,
     })
 }

@@ -164,8 +164,8 @@ fn the_calls_of_guards_are_reported_like_the_operations_they_stand_for() {
     let _ = backend.renew(&leases[..1], deadline);
     assert_eq!(outcome(&next(&events)), (Operation::Extend, EventResult::Fail, None, None));
 
-    assert!(backend.peek("k", deadline, &never()).unwrap(), "and reports nothing");
-    let _ = backend.extend_by(id, TTL, deadline, &never()).unwrap();
+    assert!(backend.holder("k", deadline, &never()).unwrap().is_some(), "and reports nothing");
+    let _ = backend.extend(id, TTL, &never()).unwrap();
     assert_eq!(next(&events).operation, Operation::Extend);
     assert!(backend.lookup_raw(Lookup::Key("k"), &never()).unwrap().is_some());
     assert_eq!(next(&events).operation, Operation::Lookup);

@@ -9,7 +9,7 @@ use std::thread;
 use std::time::Duration;
 
 use postgres::Client;
-use syncguard::backend::{Attempt, ExtendOutcome, Heard, Moment, OnHeard, ReleaseOutcome, Watch};
+use syncguard::backend::{Attempt, ExtendOutcome, Heard, Holder, Moment, OnHeard, ReleaseOutcome, Watch};
 use syncguard::{
     AcquireResult, Backoff, CancelToken, Capabilities, LockBackend, LockClient, LockGuard, LockInfo,
     LockInfoRaw, LockOptions, Lookup, PgLockClient, Result,
@@ -75,8 +75,8 @@ impl LockBackend for Blind {
     fn attempt(&self, attempt: &Attempt<'_>, cancel: &CancelToken) -> Result<AcquireResult> {
         self.0.attempt(attempt, cancel)
     }
-    fn peek(&self, _: &str, _: Moment, _: &CancelToken) -> Result<bool> {
-        Ok(true)
+    fn holder(&self, _: &str, _: Moment, _: &CancelToken) -> Result<Option<Holder>> {
+        Ok(Some(Holder::default()))
     }
     fn watch(&self, key: &str, heard: OnHeard) -> Option<Box<dyn Watch>> {
         self.0.watch(key, heard)

@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::backend::{
-    AcquireResult, Attempt, Capabilities, ExtendOutcome, Grant, LockBackend, LockInfo, LockInfoRaw, Lookup,
-    OnHeard, ReleaseOutcome, RenewOutcome, Renewal, Watch,
+    AcquireResult, Attempt, Capabilities, ExtendOutcome, Grant, Holder, LockBackend, LockInfo, LockInfoRaw,
+    Lookup, OnHeard, ReleaseOutcome, RenewOutcome, Renewal, Watch,
 };
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
@@ -251,10 +251,12 @@ impl LockBackend for Recorder {
         self.play(Call::Acquire, script, None, |memory| memory.grant(&attempt, &CancelToken::never()))
     }
 
-    fn peek(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<bool> {
+    fn holder(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<Option<Holder>> {
         cancel.check()?;
         let script = self.note("peek", deadline);
-        self.play(Call::Peek, script, true, |memory| memory.peek(key, Moment::NEVER, &CancelToken::never()))
+        self.play(Call::Peek, script, Some(Holder::default()), |memory| {
+            memory.holder(key, Moment::NEVER, &CancelToken::never())
+        })
     }
 
     fn watch(&self, key: &str, heard: OnHeard) -> Option<Box<dyn Watch>> {
@@ -294,14 +296,10 @@ impl LockBackend for Recorder {
         answer
     }
 
-    fn extend(&self, lock_id: &str, ttl: Duration, cancel: &CancelToken) -> Result<ExtendOutcome> {
-        self.extend_by(lock_id, ttl, Moment::NEVER, cancel)
-    }
-
-    fn extend_by(&self, id: &str, ttl: Duration, deadline: Moment, _: &CancelToken) -> Result<ExtendOutcome> {
-        let script = self.note("extend", deadline);
+    fn extend(&self, id: &str, ttl: Duration, _: &CancelToken) -> Result<ExtendOutcome> {
+        let script = self.note("extend", Moment::NEVER);
         self.play(Call::Extend, script, ExtendOutcome::NotHeld(None), |memory| {
-            memory.extend_by(id, ttl, Moment::NEVER, &CancelToken::never())
+            memory.extend(id, ttl, &CancelToken::never())
         })
     }
 

@@ -150,7 +150,8 @@ impl<'a> World<'a> {
             Step::Peek { key, form } => {
                 let (key, token) = (self.names.keys[key].clone(), self.token(form));
                 self.both("peek", |backend| {
-                    (backend.peek(&key, Moment::NEVER, &token).map_err(|error| code(&error)), None)
+                    let seen = backend.holder(&key, Moment::NEVER, &token);
+                    (seen.map(|holder| holder.is_some()).map_err(|error| code(&error)), None)
                 })
             }
             Step::LookupKey { key, form } => {

@@ -151,7 +151,7 @@ fn no_thread_is_started_before_the_first_event() {
         let _ = &inside;
     });
     let backend = with_telemetry(MemoryBackend::manual(), options);
-    let _ = backend.peek("k", backend.clock().now().after(TTL), &never()).unwrap();
+    let _ = backend.holder("k", backend.clock().now().after(TTL), &never()).unwrap();
     assert!(backend.handle().flush(Duration::ZERO), "there is nothing to wait for");
     drop(backend);
     assert_eq!(Arc::strong_count(&marker), 1);
