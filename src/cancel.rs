@@ -41,6 +41,14 @@ use graph::Node;
 /// assert!(request.is_cancelled() && !shutdown.is_cancelled());
 /// assert!(request.wait_timeout(Duration::from_secs(5)));
 /// ```
+///
+/// # Blocking
+///
+/// [`wait_timeout`](Self::wait_timeout) at most its `timeout`.
+///
+/// # Cancellation
+///
+/// Firing the token ends that wait.
 #[derive(Clone, Default)]
 pub struct CancelToken(Option<Arc<Handle>>);
 
@@ -50,18 +58,35 @@ struct Handle(Arc<Node>);
 
 impl CancelToken {
     /// A token that has not fired.
+    ///
+    /// ```
+    /// let token = syncguard::CancelToken::new();
+    /// assert!(!token.is_cancelled());
+    /// ```
     #[must_use]
     pub fn new() -> Self {
         Self(Some(Arc::default()))
     }
 
     /// A token that nobody can fire: "no cancellation". It costs nothing.
+    ///
+    /// ```
+    /// let token = syncguard::CancelToken::never();
+    /// token.cancel();
+    /// assert!(!token.is_cancelled());
+    /// ```
     #[must_use]
     pub const fn never() -> Self {
         Self(None)
     }
 
     /// Fires the token. Idempotent.
+    ///
+    /// ```
+    /// let token = syncguard::CancelToken::new();
+    /// token.clone().cancel();
+    /// assert!(token.is_cancelled());
+    /// ```
     pub fn cancel(&self) {
         let Some(handle) = &self.0 else { return };
         if self.is_cancelled() {
@@ -74,6 +99,13 @@ impl CancelToken {
     }
 
     /// Whether the token has fired.
+    ///
+    /// ```
+    /// let shutdown = syncguard::CancelToken::new();
+    /// while !shutdown.is_cancelled() {
+    ///     shutdown.cancel(); // a signal handler would, on another thread
+    /// }
+    /// ```
     #[must_use]
     pub fn is_cancelled(&self) -> bool {
         self.0.as_ref().is_some_and(|handle| handle.0.has_fired())
@@ -81,13 +113,13 @@ impl CancelToken {
 
     /// Waits until the token fires, at most this long. Returns whether it has fired.
     ///
-    /// # Blocking
-    ///
-    /// At most `timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// By firing this token.
+    /// ```
+    /// # use std::time::Duration;
+    /// let token = syncguard::CancelToken::new();
+    /// assert!(!token.wait_timeout(Duration::from_millis(1)));
+    /// token.cancel();
+    /// assert!(token.wait_timeout(Duration::from_secs(60)));
+    /// ```
     #[must_use = "false means that the time is over and the token has not fired"]
     pub fn wait_timeout(&self, timeout: Duration) -> bool {
         let Some(handle) = &self.0 else {
@@ -101,6 +133,13 @@ impl CancelToken {
 
     /// A token that fires with this one, and can also be fired alone. It does not keep this one: a chain
     /// of children takes no more memory than those of them that are still held.
+    ///
+    /// ```
+    /// let shutdown = syncguard::CancelToken::new();
+    /// let request = shutdown.child();
+    /// shutdown.cancel();
+    /// assert!(request.is_cancelled());
+    /// ```
     #[must_use]
     pub fn child(&self) -> Self {
         Self::of(&[self])
@@ -126,12 +165,24 @@ impl CancelToken {
     }
 
     /// Whether this is [`CancelToken::never`]: nothing needs to be watched.
+    ///
+    /// ```
+    /// assert!(syncguard::CancelToken::never().is_never());
+    /// ```
     #[must_use]
     pub fn is_never(&self) -> bool {
         self.0.is_none()
     }
 
     /// [`Aborted`](crate::ErrorCode::Aborted) if the token has fired.
+    ///
+    /// ```
+    /// let token = syncguard::CancelToken::new();
+    /// token.check()?;
+    /// token.cancel();
+    /// assert_eq!(token.check().unwrap_err().code(), syncguard::ErrorCode::Aborted);
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     pub fn check(&self) -> Result<()> {
         if self.is_cancelled() { Err(LockError::aborted()) } else { Ok(()) }
     }

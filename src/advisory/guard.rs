@@ -23,6 +23,14 @@ use crate::threads::{not_here, quietly};
 /// Dropping it unlocks on this thread, for at most the client's `dispose_timeout`. Inside an async
 /// runtime, where thread-locals are gone and while unwinding from a panic a thread of the client takes over. `Drop` never panics;
 /// what goes wrong is logged, and the connection is closed, which frees the lock as well.
+///
+/// # Blocking
+///
+/// [`release`](Self::release) at most `operation_timeout`, `Drop` at most `dispose_timeout`; nothing else does I/O.
+///
+/// # Cancellation
+///
+/// No token ends them: a cancelled holder must still let go.
 #[must_use = "the lock is released at once if the guard is not bound to a variable: use `let _guard = …`, not `let _ = …`"]
 pub struct AdvisoryGuard {
     lock: Arc<ClientLock>,
@@ -42,12 +50,28 @@ impl AdvisoryGuard {
     }
 
     /// The locked key.
+    ///
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// # let key = syncguard::AdvisoryKey::from_text("migrate");
+    /// let guard = client.advisory_lock(&key)?;
+    /// assert_eq!(guard.key(), key);
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     #[must_use]
     pub fn key(&self) -> AdvisoryKey {
         self.lock.key
     }
 
     /// The server process that holds the lock, as `pg_locks` and `pg_stat_activity` show it.
+    ///
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// # let key = syncguard::AdvisoryKey::from_text("migrate");
+    /// let guard = client.advisory_lock(&key)?;
+    /// println!("held by the server process {}", guard.pid());
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     #[must_use]
     pub fn pid(&self) -> i32 {
         self.lock.pid
@@ -58,6 +82,16 @@ impl AdvisoryGuard {
     ///
     /// A session that has ended is noticed within about a second; a network that has gone silent
     /// within 10 s.
+    ///
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// # let key = syncguard::AdvisoryKey::from_text("migrate");
+    /// let guard = client.advisory_lock(&key)?;
+    /// if !guard.is_held() {
+    ///     println!("its session has ended: stop");
+    /// }
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     #[must_use]
     pub fn is_held(&self) -> bool {
         if self.lock.is_of_parent() {
@@ -70,18 +104,47 @@ impl AdvisoryGuard {
     /// Fires when the lock can no longer be trusted: its time is over, its session has ended, or the
     /// client was closed. Cancelling it yourself only wakes those who wait for it. It does not fire
     /// when the guard is released.
+    ///
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// # let key = syncguard::AdvisoryKey::from_text("migrate");
+    /// # use std::time::Duration;
+    /// let guard = client.advisory_lock(&key)?;
+    /// if guard.lost().wait_timeout(Duration::from_secs(10)) {
+    ///     println!("stop now: {:?}", guard.lost_reason());
+    /// }
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     #[must_use]
     pub fn lost(&self) -> &CancelToken {
         &self.lock.lost
     }
 
     /// Fires when `max_hold` is over, also where the options keep the lock: a request to finish.
+    ///
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// # let key = syncguard::AdvisoryKey::from_text("migrate");
+    /// let guard = client.advisory_lock(&key)?;
+    /// if guard.overdue().is_cancelled() {
+    ///     println!("finish soon");
+    /// }
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     #[must_use]
     pub fn overdue(&self) -> &CancelToken {
         &self.lock.overdue
     }
 
     /// Why the lock is lost; `None` while it is not.
+    ///
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// # let key = syncguard::AdvisoryKey::from_text("migrate");
+    /// let guard = client.advisory_lock(&key)?;
+    /// assert_eq!(guard.lost_reason(), None);
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     #[must_use]
     pub fn lost_reason(&self) -> Option<AdvisoryLost> {
         if !self.lock.is_of_parent() {
@@ -92,18 +155,18 @@ impl AdvisoryGuard {
 
     /// Releases the lock, and says whether it was still held.
     ///
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// # let key = syncguard::AdvisoryKey::from_text("migrate");
+    /// let guard = client.advisory_lock(&key)?;
+    /// guard.release()?;
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    ///
     /// # Errors
     ///
     /// Those of the connection, which is then closed: the lock ends with it, as soon as the server
     /// notices.
-    ///
-    /// # Blocking
-    ///
-    /// At most `operation_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// None: a cancelled holder must still release.
     pub fn release(self) -> Result<ReleaseResult> {
         if self.lock.is_of_parent() {
             return Err(LockError::invalid(

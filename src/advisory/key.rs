@@ -38,6 +38,12 @@ impl AdvisoryKey {
     /// Texts that differ only in case or outer spaces are one key. Two different texts meet with a
     /// probability of 2⁻⁶⁴. Lower case is Unicode's, for every letter; where a database's locale
     /// folds fewer letters, the SQL function differs for those: see `docs/advisory-locks.md`.
+    ///
+    /// ```
+    /// use syncguard::AdvisoryKey;
+    ///
+    /// assert_eq!(AdvisoryKey::from_text(" Migrate"), AdvisoryKey::from_text("migrate"));
+    /// ```
     #[must_use]
     pub fn from_text(text: &str) -> Self {
         Self(Form::One(digest(&folded(text))))
@@ -46,6 +52,14 @@ impl AdvisoryKey {
     /// The number of a text among those of a namespace: of namespace, colon and the text as in
     /// [`from_text`](Self::from_text). The namespace is taken as it is. The SQL function
     /// `generate_lock_id` gives the same.
+    ///
+    /// ```
+    /// use syncguard::AdvisoryKey;
+    ///
+    /// let cleanup = AdvisoryKey::namespaced("cleanup", "user@example.com")?;
+    /// assert_ne!(cleanup, AdvisoryKey::from_text("user@example.com"));
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     ///
     /// # Errors
     ///
@@ -66,6 +80,11 @@ impl AdvisoryKey {
     /// statement takes (`hashtext` of the lease's key). A session lock on such a number, held while
     /// another client acquires the lease that has it, makes that acquire wait, and fail at the end of
     /// its time with an error that names this session. Stay outside of that range if you choose the number.
+    ///
+    /// ```
+    /// let key = syncguard::AdvisoryKey::from_i64(5_000_000_000);
+    /// assert_eq!(key.as_i64(), Some(5_000_000_000));
+    /// ```
     #[must_use]
     pub const fn from_i64(number: i64) -> Self {
         Self(Form::One(number))
@@ -78,12 +97,24 @@ impl AdvisoryKey {
     /// A lock of yours there excludes none of your leases, but you may find the pair taken; a listener may
     /// not be called, so that it waits a little longer, or be called for nothing; and no tables can be created
     /// while you hold the pair that is for that.
+    ///
+    /// ```
+    /// let key = syncguard::AdvisoryKey::from_pair(7, 42);
+    /// assert_eq!(key.as_pair(), Some((7, 42)));
+    /// ```
     #[must_use]
     pub const fn from_pair(first: i32, second: i32) -> Self {
         Self(Form::Two(first, second))
     }
 
     /// The number; `None` for a pair.
+    ///
+    /// ```
+    /// use syncguard::AdvisoryKey;
+    ///
+    /// assert_eq!(AdvisoryKey::from_text("user@example.com").as_i64(), Some(-5419621966426725984));
+    /// assert_eq!(AdvisoryKey::from_pair(7, 42).as_i64(), None);
+    /// ```
     #[must_use]
     pub const fn as_i64(&self) -> Option<i64> {
         match self.0 {
@@ -93,6 +124,10 @@ impl AdvisoryKey {
     }
 
     /// The two numbers; `None` for a single one.
+    ///
+    /// ```
+    /// assert_eq!(syncguard::AdvisoryKey::from_i64(42).as_pair(), None);
+    /// ```
     #[must_use]
     pub const fn as_pair(&self) -> Option<(i32, i32)> {
         match self.0 {

@@ -59,29 +59,53 @@ impl Default for AdvisoryOptions {
 
 impl AdvisoryOptions {
     /// The defaults: wait at most 5 s; exclusive; held for at most 30 s, then released.
+    ///
+    /// ```
+    /// let options = syncguard::AdvisoryOptions::new();
+    /// ```
     pub fn new() -> Self {
         Self::default()
     }
 
     /// How long `advisory_lock_with` may take in all. Default 5 s. A try ignores it.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// let options = syncguard::AdvisoryOptions::new().timeout(Duration::from_secs(60));
+    /// ```
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = Some(timeout);
         self
     }
 
     /// `advisory_lock_with` waits until it has the lock, is cancelled, or fails.
+    ///
+    /// ```
+    /// let options = syncguard::AdvisoryOptions::new().wait_forever();
+    /// ```
     pub fn wait_forever(mut self) -> Self {
         self.timeout = None;
         self
     }
 
     /// A token that ends the wait. It does not release the lock.
+    ///
+    /// ```
+    /// use syncguard::{AdvisoryOptions, CancelToken};
+    ///
+    /// let shutdown = CancelToken::new();
+    /// let options = AdvisoryOptions::new().wait_forever().cancel(&shutdown);
+    /// ```
     pub fn cancel(mut self, token: &CancelToken) -> Self {
         self.cancel = token.clone();
         self
     }
 
     /// Takes the lock together with other shared holders; an exclusive holder excludes all of them.
+    ///
+    /// ```
+    /// let readers = syncguard::AdvisoryOptions::new().shared();
+    /// ```
     pub fn shared(mut self) -> Self {
         self.shared = true;
         self
@@ -95,6 +119,11 @@ impl AdvisoryOptions {
     /// **liveness before exclusion**. From PostgreSQL 14 on the server enforces it too, within a
     /// second more, so that a process that was stopped does not keep the lock; on version 13 such a
     /// process keeps it until it runs again or its connection ends.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// let options = syncguard::AdvisoryOptions::new().max_hold(Duration::from_secs(600));
+    /// ```
     pub fn max_hold(mut self, max_hold: Duration) -> Self {
         self.max_hold = max_hold;
         self
@@ -107,6 +136,13 @@ impl AdvisoryOptions {
     /// Nothing but the end of its connection takes the lock from such a holder, the server sets no
     /// limit either: a process that hangs or is stopped blocks everybody else until an operator ends
     /// it. Choose it where two workers at once do more harm than none.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// let migration = syncguard::AdvisoryOptions::new()
+    ///     .max_hold(Duration::from_secs(600))
+    ///     .keep_past_deadline();
+    /// ```
     pub fn keep_past_deadline(mut self) -> Self {
         self.keep_past_deadline = true;
         self

@@ -47,10 +47,6 @@ impl LockGuard {
     ///
     /// As long as the transaction's own statements may, by its `lock_timeout` and `statement_timeout`:
     /// its connection is the caller's. The wait for the counter row is as short as another's acquire.
-    ///
-    /// # Cancellation
-    ///
-    /// By nothing: the connection is the caller's.
     pub fn fence_transaction(&self, transaction: &mut postgres::Transaction<'_>) -> Result<()> {
         self.check_process()?;
         assert_fence(&**self.backend(), transaction, self.key(), self.fence(), Some(self.lock_id()))

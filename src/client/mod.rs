@@ -296,10 +296,6 @@ impl PgLockClient {
     /// }
     /// # Ok::<(), syncguard::LockError>(())
     /// ```
-    ///
-    /// # Errors
-    ///
-    /// As those of [`is_locked`](Self::is_locked).
     pub fn lookup(&self, what: Lookup<'_>) -> Result<Option<LockInfo>> {
         self.locks.lookup(what)
     }

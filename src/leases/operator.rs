@@ -31,7 +31,13 @@ use crate::pg::statement::{Arg, Message, Statement};
 
 /// The operator's view of the lock tables. From [`PgLockClient::operator`](crate::PgLockClient::operator).
 ///
-/// No call observes a token.
+/// # Blocking
+///
+/// Each call at most `operation_timeout`.
+///
+/// # Cancellation
+///
+/// No token ends them.
 #[derive(Clone)]
 pub struct Operator {
     backend: Arc<PostgresBackend>,
@@ -101,26 +107,24 @@ impl Operator {
 
     /// The live leases, those that end last first, at most `limit` of them.
     ///
-    /// # Blocking
-    ///
-    /// At most `operation_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// None.
+    /// ```no_run
+    /// # let operator = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?.operator();
+    /// for lease in operator.holders(100)? {
+    ///     println!("{} under the fencing token {}", lease.key_hash, lease.fence);
+    /// }
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     pub fn holders(&self, limit: u32) -> Result<Vec<LockInfo>> {
         Ok(self.holders_raw(limit)?.iter().map(LockInfoRaw::sanitized).collect())
     }
 
     /// The same with raw keys and lock ids: **sensitive**, for debugging. The role needs to read `lock_id`.
     ///
-    /// # Blocking
-    ///
-    /// At most `operation_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// None.
+    /// ```no_run
+    /// # let operator = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?.operator();
+    /// let keys: Vec<String> = operator.holders_raw(100)?.into_iter().map(|lease| lease.key).collect();
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     pub fn holders_raw(&self, limit: u32) -> Result<Vec<LockInfoRaw>> {
         self.ask(|at| {
             let (locks, alive) = (&at.tables.locks, live("l.expires_at_ms", "t.now"));
@@ -138,13 +142,12 @@ impl Operator {
     /// How many live leases, rows of leases that are over, and fence counters there are. It counts
     /// them: on millions of counters that takes a while.
     ///
-    /// # Blocking
-    ///
-    /// At most `operation_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// None.
+    /// ```no_run
+    /// # let operator = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?.operator();
+    /// let counts = operator.counts()?;
+    /// println!("{} held, {} rows that are over", counts.live, counts.expired);
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     pub fn counts(&self) -> Result<Counts> {
         let rows = self.ask(|at| {
             let (locks, fences, alive) =
@@ -168,13 +171,13 @@ impl Operator {
     /// goes on doing so and nobody has the key, look for open transactions, and in `pg_prepared_xacts` for
     /// prepared ones: those survive their session, and a restart of the server.
     ///
-    /// # Blocking
-    ///
-    /// At most `operation_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// None.
+    /// ```no_run
+    /// # let operator = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?.operator();
+    /// for waiter in operator.waiters("report")? {
+    ///     println!("{} waits for {:?}", waiter.pid, waiter.blocked_by);
+    /// }
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     pub fn waiters(&self, key: &str) -> Result<Vec<Waiter>> {
         let key = Key::new(key)?;
         let (storage_key, _) = key.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?;
@@ -220,19 +223,18 @@ impl Operator {
     /// Without fenced writes the old holder goes on working until it notices: make sure that it has
     /// stopped first.
     ///
+    /// ```no_run
+    /// # let operator = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?.operator();
+    /// let broken = operator.break_lock("report", "on call: its host is gone")?;
+    /// println!("the fencing token is {} now", broken.fence);
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    ///
     /// # Errors
     ///
     /// `NetworkTimeout` if the holder's row or counter stays locked by a transaction, `Internal` if the
     /// counter cannot be raised because it is at its limit or was changed by hand. Then, as after every
     /// error but an unknown outcome, nothing was changed.
-    ///
-    /// # Blocking
-    ///
-    /// At most `operation_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// None.
     pub fn break_lock(&self, key: &str, who: &str) -> Result<BrokenLock> {
         let key = Key::new(key)?;
         let (storage_key, fence_key) = key.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?;
@@ -283,13 +285,11 @@ impl Operator {
     /// Never touches a live lease or a fence counter, never waits for a locked row. After it, a late
     /// release or extend is "not found" rather than "expired": only telemetry sees the difference.
     ///
-    /// # Blocking
-    ///
-    /// At most `operation_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// None.
+    /// ```no_run
+    /// # let operator = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?.operator();
+    /// while operator.cleanup_expired(1000)? == 1000 {}
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     pub fn cleanup_expired(&self, limit: u32) -> Result<u64> {
         self.backend.cleanup_expired(limit, self.backend.database.end())
     }
@@ -301,17 +301,17 @@ impl Operator {
     /// The tables keep no time for it; the server does, with `track_commit_timestamp = on`
     /// (<https://www.postgresql.org/docs/current/runtime-config-replication.html#GUC-TRACK-COMMIT-TIMESTAMP>).
     ///
+    /// ```no_run
+    /// # let operator = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?.operator();
+    /// # use std::time::Duration;
+    /// let a_year = Duration::from_secs(365 * 86_400);
+    /// println!("{} keys of the last year", operator.idle_counters(a_year, 1000)?.len());
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    ///
     /// # Errors
     ///
     /// `InvalidArgument` if the server does not track commit timestamps.
-    ///
-    /// # Blocking
-    ///
-    /// At most `operation_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// None.
     pub fn idle_counters(&self, idle_for: Duration, limit: u32) -> Result<Vec<IdleCounter>> {
         let seconds = idle_for.as_secs().min(3_000_000_000);
         let end = self.backend.database.end();

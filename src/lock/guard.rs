@@ -27,6 +27,16 @@ use crate::threads::{elsewhere, in_runtime, locals_gone, quietly};
 /// an async runtime, while unwinding from a panic, or when the release fails, the client's worker
 /// takes over. In the destructor of a thread-local and in `atexit` another thread releases, and is
 /// waited for as long. `Drop` never panics; failures go to `on_release_error`.
+///
+/// # Blocking
+///
+/// [`extend`](Self::extend) and [`release`](Self::release) at most `operation_timeout`, `Drop` at most
+/// `dispose_timeout`; nothing else does I/O. [`fence_transaction`](Self::fence_transaction) is the caller's own
+/// statement: it waits as that transaction may.
+///
+/// # Cancellation
+///
+/// No token ends them: a cancelled holder may still need the time to finish, and must let go.
 #[must_use = "the lock is released at once if the guard is not bound to a variable: use `let _guard = …`, not `let _ = …`"]
 pub struct LockGuard {
     // Dropped after everything else: the last handle ends the client.
@@ -47,18 +57,40 @@ impl LockGuard {
     }
 
     /// The locked key, in NFC.
+    ///
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// let guard = client.lock("report")?;
+    /// assert_eq!(guard.key(), "report");
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     #[must_use]
     pub fn key(&self) -> &str {
         &self.state.key
     }
 
     /// The lease's id. Whoever knows it can let go of the lock: do not log it.
+    ///
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// let guard = client.lock("report")?;
+    /// assert!(client.owns(guard.lock_id())?);
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     #[must_use]
     pub fn lock_id(&self) -> &str {
         &self.state.lock_id
     }
 
     /// The grant's fence: greater than that of every earlier grant of this key.
+    ///
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// let first = client.lock("report")?.fence();
+    /// let second = client.lock("report")?.fence();
+    /// assert!(second > first);
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     #[must_use]
     pub fn fence(&self) -> Fence {
         self.state.fence
@@ -66,6 +98,13 @@ impl LockGuard {
 
     /// When the server's lease ends, in Unix milliseconds of *its* clock, by the newest grant,
     /// renewal or extend. For display; compare nothing of this machine's with it.
+    ///
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// let guard = client.lock("report")?;
+    /// println!("held until {} of the server's clock", guard.expires_at_ms());
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     #[must_use]
     pub fn expires_at_ms(&self) -> i64 {
         self.state.lease.lock().expires_at_ms()
@@ -75,6 +114,18 @@ impl LockGuard {
     ///
     /// Once `false` it stays `false`. `true` says that the lease was held when this was called. After
     /// a fork the parent's guard goes on, and the child's copy is not held.
+    ///
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// let guard = client.lock("import")?;
+    /// for file in ["a.csv", "b.csv"] {
+    ///     if !guard.is_held() {
+    ///         break; // another process may hold it now
+    ///     }
+    ///     println!("importing {file}");
+    /// }
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     #[must_use]
     pub fn is_held(&self) -> bool {
         if self.engine().is_forked() {
@@ -85,6 +136,16 @@ impl LockGuard {
     }
 
     /// How long the lease can be trusted without a further renewal; zero once it is lost.
+    ///
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// # use std::time::Duration;
+    /// let guard = client.lock("report")?;
+    /// if guard.remaining() < Duration::from_secs(10) {
+    ///     println!("renewals are late");
+    /// }
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     #[must_use]
     pub fn remaining(&self) -> Duration {
         if self.engine().is_forked() {
@@ -101,12 +162,29 @@ impl LockGuard {
     /// Hand it, or a [`child`](CancelToken::child), to work that should stop then. Cancelling it
     /// yourself only wakes those who wait for it: the lock stays held. It does not fire when the
     /// guard is released.
+    ///
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// # use std::time::Duration;
+    /// let guard = client.lock("report")?;
+    /// if guard.lost().wait_timeout(Duration::from_millis(1)) {
+    ///     println!("stop now: {:?}", guard.lost_reason());
+    /// }
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     #[must_use]
     pub fn lost(&self) -> &CancelToken {
         &self.state.lost
     }
 
     /// Why the lease is lost; `None` while it is not.
+    ///
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// let guard = client.lock("report")?;
+    /// assert_eq!(guard.lost_reason(), None);
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     #[must_use]
     pub fn lost_reason(&self) -> Option<LostReason> {
         if self.engine().is_forked() {
@@ -122,18 +200,22 @@ impl LockGuard {
     /// `NotHeld` means that the lock is lost: its lease is gone, or the answer came only after the
     /// guard's own deadline. A guard that was lost before is not asked for again. `max_hold` stays where it is: an extend does not lengthen it.
     ///
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// # use std::time::Duration;
+    /// use syncguard::ExtendResult;
+    ///
+    /// let guard = client.lock("report")?;
+    /// if guard.extend(Duration::from_secs(120))? == ExtendResult::NotHeld {
+    ///     println!("lost: stop working");
+    /// }
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    ///
     /// # Errors
     ///
     /// Those of the backend. After an error whose outcome is unknown the guard trusts the lease no
     /// longer than the old and the new end both allow; renewals go on, with the new ttl.
-    ///
-    /// # Blocking
-    ///
-    /// At most `operation_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// None: a holder whose token has fired may still need the time to finish.
     pub fn extend(&self, ttl: Duration) -> Result<ExtendResult> {
         let ttl = Ttl::new(ttl)?.get();
         self.engine().check_process()?;
@@ -177,19 +259,20 @@ impl LockGuard {
     /// With `min_hold`, a guard that ends sooner leaves the lease in place until then and answers
     /// `Released`: it is not the caller's any more.
     ///
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// use syncguard::ReleaseResult;
+    ///
+    /// let guard = client.lock("report")?;
+    /// assert_eq!(guard.release()?, ReleaseResult::Released);
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    ///
     /// # Errors
     ///
     /// Those of the backend; `on_release_error` is not called for them. The key may then stay held:
     /// the client's worker goes on releasing it until the lease is over, at most its ttl and a
     /// second later.
-    ///
-    /// # Blocking
-    ///
-    /// At most `operation_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// None: a cancelled holder must still let go.
     pub fn release(self) -> Result<ReleaseResult> {
         let engine = self.engine();
         engine.check_process()?;
@@ -216,6 +299,14 @@ impl LockGuard {
     /// Gives the lease away: it is not renewed any more, and neither dropped with this guard nor
     /// closed with the client. Whoever has the returned id must release it; otherwise the key stays
     /// held until the lease's end.
+    ///
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// let lease = client.lock("report")?.leak();
+    /// // … in another process, or in C:
+    /// client.release(&lease.lock_id)?;
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     #[must_use = "the lease can only be released with the id in here"]
     pub fn leak(self) -> Acquired {
         let grant = self.state.grant();

@@ -103,6 +103,22 @@ impl fmt::Debug for ClientSettings {
 /// start with the first lock and end after the last clone and the last guard are gone.
 ///
 /// Its blocking calls are for ordinary threads; inside an async runtime use `spawn_blocking`.
+///
+/// # Blocking
+///
+/// | calls | at most |
+/// | --- | --- |
+/// | `lock`, `lock_with` | `timeout` of the options, 5 s by default; forever with `wait_forever`. The first lock of a client with a heartbeat also has the backend prepare its renewals, once, in the same time |
+/// | `with_lock` | that, the time of its closure, and `dispose_timeout` |
+/// | `close` | its `deadline`, by the system's clock, and 50 ms for threads that have nothing left to do. Called from one of the client's own callbacks it does not wait for the thread that it is on |
+/// | all others | `operation_timeout` of the backend |
+///
+/// # Cancellation
+///
+/// The token of [`cancellable`](Self::cancellable), and that of the options, end every wait with
+/// [`Aborted`](crate::ErrorCode::Aborted); a request in flight ends as soon as the backend notices. Then nothing
+/// was changed, unless the error says that its outcome is unknown. No token ends the closure of `with_lock` or
+/// its release, and none ends `close`.
 #[derive(Clone)]
 pub struct LockClient {
     pub(crate) token: CancelToken,
@@ -111,11 +127,24 @@ pub struct LockClient {
 
 impl LockClient {
     /// A client with default settings.
+    ///
+    /// ```
+    /// use syncguard::{LockClient, MemoryBackend};
+    ///
+    /// let client = LockClient::new(MemoryBackend::new());
+    /// ```
     pub fn new(backend: impl LockBackend + 'static) -> Self {
         Self::with_settings(Arc::new(backend), ClientSettings::default())
     }
 
     /// A client with settings of its own.
+    ///
+    /// ```
+    /// use std::sync::Arc;
+    /// use syncguard::{ClientSettings, LockClient, MemoryBackend};
+    ///
+    /// let client = LockClient::with_settings(Arc::new(MemoryBackend::new()), ClientSettings::default());
+    /// ```
     #[must_use]
     pub fn with_settings(backend: Arc<dyn LockBackend>, settings: ClientSettings) -> Self {
         let engine = Engine::new(backend, settings.dispose_timeout, settings.on_release_error);
@@ -126,13 +155,12 @@ impl LockClient {
     ///
     /// See [`lock_with`](Self::lock_with).
     ///
-    /// # Blocking
-    ///
-    /// At most the default `timeout`, 5 s.
-    ///
-    /// # Cancellation
-    ///
-    /// As [`lock_with`](Self::lock_with).
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// let guard = client.lock("report")?;
+    /// assert!(guard.is_held());
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     pub fn lock(&self, key: &str) -> Result<LockGuard> {
         self.lock_with(key, &LockOptions::new())
     }
@@ -140,6 +168,15 @@ impl LockClient {
     /// Waits for the lock. Threads of this client that want the same key take turns, first come,
     /// first served; between processes chance and back-off decide. Locks are not re-entrant: a thread
     /// that asks for a key that it holds waits like everybody else.
+    ///
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// # use std::time::Duration;
+    /// use syncguard::LockOptions;
+    ///
+    /// let guard = client.lock_with("report", &LockOptions::new().timeout(Duration::from_secs(60)))?;
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     ///
     /// # Errors
     ///
@@ -151,53 +188,45 @@ impl LockClient {
     /// nothing is held, unless [`is_outcome_unknown`](crate::LockError::is_outcome_unknown) says so:
     /// then the key may be held under [`lock_id`](crate::LockError::lock_id), and the client's
     /// worker goes on releasing it until that lease would be over (`ttl` and a second).
-    ///
-    /// # Blocking
-    ///
-    /// At most `timeout`; for ever with `wait_forever`. The first lock of a client with a heartbeat
-    /// also has the backend prepare its renewals, once, in the same time.
-    ///
-    /// # Cancellation
-    ///
-    /// Ends every wait; a request in flight ends as soon as the backend notices.
     pub fn lock_with(&self, key: &str, options: &LockOptions) -> Result<LockGuard> {
         let call = self.call(key, options)?;
         let key = Arc::clone(&call.key);
         waiter::lock(call).map_err(|error| error.with_key(&*key))
     }
 
-    /// Tries once, with default options. `None` if somebody else holds the key.
+    /// Tries once, with default options. `None` if another holder has the key.
     ///
     /// See [`try_lock_with`](Self::try_lock_with).
     ///
-    /// # Blocking
-    ///
-    /// At most `operation_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// As [`lock_with`](Self::lock_with).
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// let _guard = client.lock("report")?;
+    /// assert!(client.try_lock("report")?.is_none());
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     pub fn try_lock(&self, key: &str) -> Result<Option<LockGuard>> {
         self.try_lock_with(key, &LockOptions::new())
     }
 
-    /// Tries once. `None` if somebody else holds the key, or held it a moment ago: the grant came so
+    /// Tries once. `None` if another holder has the key, or had it a moment ago: the grant came so
     /// late that it could not be trusted.
     ///
     /// It does not queue behind this client's waiters; `timeout` and the retry options do not apply.
+    ///
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// # use std::time::Duration;
+    /// use syncguard::LockOptions;
+    ///
+    /// let short = LockOptions::new().ttl(Duration::from_secs(10));
+    /// assert!(client.try_lock_with("report", &short)?.is_some());
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     ///
     /// # Errors
     ///
     /// As [`lock_with`](Self::lock_with), without `AcquisitionTimeout`. A table, a row or a number
     /// that another session keeps locked for the whole time of the call is an error, not `None`.
-    ///
-    /// # Blocking
-    ///
-    /// At most `operation_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// As [`lock_with`](Self::lock_with).
     pub fn try_lock_with(&self, key: &str, options: &LockOptions) -> Result<Option<LockGuard>> {
         let call = self.call(key, options)?;
         call.try_lock().map_err(|error| error.with_key(&*call.key))
@@ -208,17 +237,18 @@ impl LockClient {
     ///
     /// A lease can be lost while `work` runs: it sees so at its guard.
     ///
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// use syncguard::LockOptions;
+    ///
+    /// let sum = client.with_lock("report", &LockOptions::new(), |_guard| 40 + 2)?;
+    /// assert_eq!(sum, 42);
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    ///
     /// # Errors
     ///
     /// Those of [`lock_with`](Self::lock_with); then `work` has not run.
-    ///
-    /// # Blocking
-    ///
-    /// At most `timeout`, the time of `work`, and `dispose_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// Ends the wait, not `work`, and not the release.
     pub fn with_lock<T>(
         &self,
         key: &str,
@@ -238,18 +268,18 @@ impl LockClient {
 
     /// Tries once to take the key, without a guard: nothing renews the lease, nothing releases it.
     ///
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// # use std::time::Duration;
+    /// let lease = client.acquire("report", Duration::from_secs(30))?.acquired().expect("it was free");
+    /// client.release(&lease.lock_id)?;
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    ///
     /// # Errors
     ///
     /// Those of the backend. After an unknown outcome the error carries the lock id, and the
     /// client's worker goes on releasing it until that lease would be over.
-    ///
-    /// # Blocking
-    ///
-    /// At most `operation_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// By the client's token, see [`cancellable`](Self::cancellable).
     pub fn acquire(&self, key: &str, ttl: Duration) -> Result<AcquireResult> {
         let key = Key::new(key)?;
         let ttl = Ttl::new(ttl)?.get();
@@ -262,18 +292,20 @@ impl LockClient {
     /// Lets go of the lease with this id. Harmless if it is not held. Do not use it on a guard's id:
     /// the guard has its own [`release`](LockGuard::release).
     ///
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// # use std::time::Duration;
+    /// use syncguard::ReleaseResult;
+    ///
+    /// let lease = client.acquire("report", Duration::from_secs(30))?.acquired().expect("it was free");
+    /// assert_eq!(client.release(&lease.lock_id)?, ReleaseResult::Released);
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    ///
     /// # Errors
     ///
     /// Those of the backend. The lease may then stay held until its ttl is over; try again. After an unknown
     /// outcome the release may still be on its way, and end the lease later: do not go on working under it.
-    ///
-    /// # Blocking
-    ///
-    /// At most `operation_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// By the client's token: then the lease stays held.
     pub fn release(&self, lock_id: &str) -> Result<ReleaseResult> {
         LockId::parse(lock_id)?;
         let result = self.engine().backend.release(lock_id, &self.token);
@@ -282,17 +314,19 @@ impl LockClient {
 
     /// Sets the end of the lease with this id to now plus `ttl`. Never revives a dead lease.
     ///
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// # use std::time::Duration;
+    /// use syncguard::ExtendResult;
+    ///
+    /// let lease = client.acquire("report", Duration::from_secs(30))?.acquired().expect("it was free");
+    /// assert_ne!(client.extend(&lease.lock_id, Duration::from_secs(60))?, ExtendResult::NotHeld);
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    ///
     /// # Errors
     ///
     /// Those of the backend. After an unknown outcome trust the earlier of the old and the new end.
-    ///
-    /// # Blocking
-    ///
-    /// At most `operation_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// By the client's token: then the lease's end has not moved.
     pub fn extend(&self, lock_id: &str, ttl: Duration) -> Result<ExtendResult> {
         LockId::parse(lock_id)?;
         let ttl = Ttl::new(ttl)?.get();
@@ -300,19 +334,14 @@ impl LockClient {
         result.map(ExtendResult::from).map_err(|error| error.with_lock_id(lock_id))
     }
 
-    /// Whether somebody holds the key. For display: it may have changed when you read the answer.
+    /// Whether the key is held. For display: it may have changed when you read the answer.
     ///
-    /// # Errors
-    ///
-    /// Those of the backend.
-    ///
-    /// # Blocking
-    ///
-    /// At most `operation_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// By the client's token.
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// let _guard = client.lock("report")?;
+    /// assert!(client.is_locked("report")?);
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     pub fn is_locked(&self, key: &str) -> Result<bool> {
         let key = Key::new(key)?;
         let result = self.engine().backend.is_locked(key.as_str(), &self.token);
@@ -321,17 +350,15 @@ impl LockClient {
 
     /// The live lease of a key, or with an id. For diagnosis: it may have ended when you read it.
     ///
-    /// # Errors
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// use syncguard::Lookup;
     ///
-    /// Those of the backend.
-    ///
-    /// # Blocking
-    ///
-    /// At most `operation_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// By the client's token.
+    /// let guard = client.lock("report")?;
+    /// let lease = client.lookup(Lookup::Key("report"))?.expect("it is held");
+    /// assert_eq!(lease.fence, guard.fence());
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     pub fn lookup(&self, what: Lookup<'_>) -> Result<Option<LockInfo>> {
         Self::check_lookup(what)?;
         self.engine().backend.lookup(what, &self.token)
@@ -339,26 +366,23 @@ impl LockClient {
 
     /// The live lease of this key. See [`lookup`](Self::lookup).
     ///
-    /// # Blocking
-    ///
-    /// At most `operation_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// By the client's token.
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// assert!(client.get_by_key("report")?.is_none());
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     pub fn get_by_key(&self, key: &str) -> Result<Option<LockInfo>> {
         self.lookup(Lookup::Key(key))
     }
 
     /// The live lease with this id. See [`lookup`](Self::lookup).
     ///
-    /// # Blocking
-    ///
-    /// At most `operation_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// By the client's token.
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// let guard = client.lock("report")?;
+    /// assert!(client.get_by_id(guard.lock_id())?.is_some());
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     pub fn get_by_id(&self, lock_id: &str) -> Result<Option<LockInfo>> {
         self.lookup(Lookup::LockId(lock_id))
     }
@@ -366,13 +390,13 @@ impl LockClient {
     /// The live lease of this key, with the raw key and lock id: **sensitive**, for debugging.
     /// See [`lookup`](Self::lookup).
     ///
-    /// # Blocking
-    ///
-    /// At most `operation_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// By the client's token.
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// let guard = client.lock("report")?;
+    /// let lease = client.get_by_key_raw("report")?.expect("it is held");
+    /// assert_eq!(lease.lock_id, guard.lock_id());
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     pub fn get_by_key_raw(&self, key: &str) -> Result<Option<LockInfoRaw>> {
         let what = Lookup::Key(key);
         Self::check_lookup(what)?;
@@ -382,13 +406,13 @@ impl LockClient {
     /// The live lease with this id, with the raw key and lock id: **sensitive**, for debugging.
     /// See [`lookup`](Self::lookup).
     ///
-    /// # Blocking
-    ///
-    /// At most `operation_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// By the client's token.
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// let guard = client.lock("report")?;
+    /// let lease = client.get_by_id_raw(guard.lock_id())?.expect("it is held");
+    /// assert_eq!(lease.key, "report");
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     pub fn get_by_id_raw(&self, lock_id: &str) -> Result<Option<LockInfoRaw>> {
         let what = Lookup::LockId(lock_id);
         Self::check_lookup(what)?;
@@ -398,25 +422,39 @@ impl LockClient {
     /// Whether a live lease has this id. For diagnosis, never as a guard before a change: use the
     /// fence for that. See [`lookup`](Self::lookup).
     ///
-    /// # Blocking
-    ///
-    /// At most `operation_timeout`.
-    ///
-    /// # Cancellation
-    ///
-    /// By the client's token.
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// let guard = client.lock("report")?;
+    /// assert!(client.owns(guard.lock_id())?);
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     pub fn owns(&self, lock_id: &str) -> Result<bool> {
         self.get_by_id(lock_id).map(|found| found.is_some())
     }
 
     /// The same client, whose operations also end when this token fires. Guards that it hands out
     /// are released nevertheless.
+    ///
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// use syncguard::{CancelToken, ErrorCode};
+    ///
+    /// let shutdown = CancelToken::new();
+    /// let request = client.cancellable(&shutdown);
+    /// shutdown.cancel();
+    /// assert_eq!(request.lock("report").unwrap_err().code(), ErrorCode::Aborted);
+    /// ```
     #[must_use]
     pub fn cancellable(&self, token: &CancelToken) -> Self {
         Self { token: self.token.and(token), handle: Arc::clone(&self.handle) }
     }
 
     /// What the backend is and can do.
+    ///
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// assert_eq!(client.capabilities().backend, "memory");
+    /// ```
     #[must_use]
     pub fn capabilities(&self) -> Capabilities {
         self.engine().backend.capabilities()
@@ -425,6 +463,11 @@ impl LockClient {
     /// Wakes this client's first waiter for a key: it asks the server at once, which costs it no
     /// retry. For programs that hear from elsewhere that a key was let go; guards of this client do
     /// it by themselves. A call too many costs one request, a call too few only time.
+    ///
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// client.wake_waiter("report"); // a message from elsewhere said that it was let go
+    /// ```
     pub fn wake_waiter(&self, key: &str) {
         if let Ok(key) = Key::new(key) {
             self.engine().queue.freed(key.as_str());
@@ -438,18 +481,13 @@ impl LockClient {
     ///
     /// What is not released at the deadline is counted as pending and stays held until its ttl is over.
     ///
-    /// # Errors
-    ///
-    /// None at present: the report says what was left.
-    ///
-    /// # Blocking
-    ///
-    /// At most `deadline`, by the system's clock, and 50 ms for threads that have nothing left to do.
-    /// Called from one of the client's own callbacks it does not wait for the thread that it is on.
-    ///
-    /// # Cancellation
-    ///
-    /// None.
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// # use std::time::Duration;
+    /// let report = client.close(Duration::from_secs(10))?;
+    /// assert!(report.is_clean());
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
     pub fn close(&self, deadline: Duration) -> Result<CloseReport> {
         self.check_process()?;
         Ok(close::close(self.engine(), deadline))

@@ -80,6 +80,10 @@ enum Timeout {
 impl LockOptions {
     /// The defaults: ttl 30 s, renewed every 10 s; wait at most 5 s, at most 10 retries, 100 ms
     /// before the first and twice as long before each later one, half of it random.
+    ///
+    /// ```
+    /// let options = syncguard::LockOptions::new();
+    /// ```
     pub fn new() -> Self {
         Self::default()
     }
@@ -88,6 +92,11 @@ impl LockOptions {
     /// to [`MAX_TTL`](crate::MAX_TTL), whole milliseconds; 10 to 60 s are usual.
     ///
     /// When the holder's process dies, the key is free again after this time plus one second.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// let options = syncguard::LockOptions::new().ttl(Duration::from_secs(60));
+    /// ```
     pub fn ttl(mut self, ttl: Duration) -> Self {
         self.ttl = Some(ttl);
         self
@@ -98,6 +107,11 @@ impl LockOptions {
     /// retries. A limit that was set with [`max_retries`](Self::max_retries) still ends the wait, in
     /// whatever order the two are set. No other option lengthens it. `try_lock` does not wait and
     /// ignores it.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// let options = syncguard::LockOptions::new().timeout(Duration::from_secs(20));
+    /// ```
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = Some(Timeout::After(timeout));
         self
@@ -105,6 +119,10 @@ impl LockOptions {
 
     /// `lock` waits until it has the lock, is cancelled, or fails. Also lifts the *default* limit of
     /// retries; a limit that was set with [`LockOptions::max_retries`] stays, in whatever order.
+    ///
+    /// ```
+    /// let options = syncguard::LockOptions::new().wait_forever();
+    /// ```
     pub fn wait_forever(mut self) -> Self {
         self.timeout = Some(Timeout::Never);
         self
@@ -117,6 +135,10 @@ impl LockOptions {
     /// second to a second.
     ///
     /// Time in this process's queue and attempts that a release in this process called for are free.
+    ///
+    /// ```
+    /// let options = syncguard::LockOptions::new().max_retries(3);
+    /// ```
     pub fn max_retries(mut self, retries: u32) -> Self {
         self.max_retries = Some(retries);
         self
@@ -124,6 +146,11 @@ impl LockOptions {
 
     /// The wait before the first retry, and the base of [`Backoff`]. Default
     /// [`DEFAULT_RETRY_DELAY`]. A release in this process ends a wait early.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// let options = syncguard::LockOptions::new().retry_delay(Duration::from_millis(20));
+    /// ```
     pub fn retry_delay(mut self, delay: Duration) -> Self {
         self.retry_delay = Some(delay);
         self
@@ -137,24 +164,47 @@ impl LockOptions {
     /// backend is asked to tell when the key is let go, if it can
     /// ([`LockBackend::watch`](crate::LockBackend::watch)); while it can, looks are rarer. With
     /// `false` only the back-off and releases in this process end a wait.
+    ///
+    /// ```
+    /// let options = syncguard::LockOptions::new().wake_ups(false);
+    /// ```
     pub fn wake_ups(mut self, wake_ups: bool) -> Self {
         self.only_backoff = !wake_ups;
         self
     }
 
     /// How the wait grows. Default [`Backoff::Exponential`].
+    ///
+    /// ```
+    /// use syncguard::{Backoff, LockOptions};
+    ///
+    /// let options = LockOptions::new().backoff(Backoff::Fixed);
+    /// ```
     pub fn backoff(mut self, backoff: Backoff) -> Self {
         self.backoff = backoff;
         self
     }
 
     /// How much of the wait is random. Default [`Jitter::Equal`].
+    ///
+    /// ```
+    /// use syncguard::{Jitter, LockOptions};
+    ///
+    /// let options = LockOptions::new().jitter(Jitter::Full);
+    /// ```
     pub fn jitter(mut self, jitter: Jitter) -> Self {
         self.jitter = jitter;
         self
     }
 
     /// How often the lease is renewed while the guard lives. Default [`Heartbeat::Auto`].
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// use syncguard::{Heartbeat, LockOptions};
+    ///
+    /// let options = LockOptions::new().heartbeat(Heartbeat::Every(Duration::from_secs(5)));
+    /// ```
     pub fn heartbeat(mut self, heartbeat: Heartbeat) -> Self {
         self.heartbeat = heartbeat;
         self
@@ -164,6 +214,11 @@ impl LockOptions {
     /// ([`LostReason::MaxHold`]) and is not renewed any more, so that a stuck holder cannot keep a
     /// key for ever. The key is free when the guard is dropped, at the latest a ttl and a second
     /// later. Extending does not lengthen it. Default: no limit.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// let options = syncguard::LockOptions::new().max_hold(Duration::from_secs(3600));
+    /// ```
     pub fn max_hold(mut self, limit: Duration) -> Self {
         self.max_hold = Some(limit);
         self
@@ -175,6 +230,11 @@ impl LockOptions {
     /// The holder does not wait for it: releasing or dropping the guard returns as usual and leaves
     /// the rest to the client's worker, and to the lease's own end should the process end first.
     /// Default zero; at most [`MAX_TTL`](crate::MAX_TTL).
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// let options = syncguard::LockOptions::new().min_hold(Duration::from_secs(10));
+    /// ```
     pub fn min_hold(mut self, limit: Duration) -> Self {
         self.min_hold = limit;
         self
@@ -183,6 +243,13 @@ impl LockOptions {
     /// Ends the wait when the token fires, with [`Aborted`](crate::ErrorCode::Aborted). It is
     /// watched in addition to the client's own (`cancellable`), and not by the guard: a cancelled
     /// holder still lets go.
+    ///
+    /// ```
+    /// use syncguard::{CancelToken, LockOptions};
+    ///
+    /// let shutdown = CancelToken::new();
+    /// let options = LockOptions::new().wait_forever().cancel(&shutdown);
+    /// ```
     pub fn cancel(mut self, token: &CancelToken) -> Self {
         self.cancel = Some(token.clone());
         self
@@ -190,6 +257,10 @@ impl LockOptions {
 
     /// Called once if the lease is lost while the guard lives, on the client's worker thread: it
     /// must be short, or renewals wait for it. Panics are caught.
+    ///
+    /// ```
+    /// let options = syncguard::LockOptions::new().on_lost(|reason| eprintln!("lost: {reason}"));
+    /// ```
     pub fn on_lost(mut self, call: impl Fn(LostReason) + Send + Sync + 'static) -> Self {
         self.on_lost = Some(Foreign::new(Arc::new(call)));
         self
@@ -199,6 +270,12 @@ impl LockOptions {
     /// worker), instead of the client's own handler. Panics are caught.
     ///
     /// It runs on the thread that released, or on the client's worker.
+    ///
+    /// ```
+    /// let options = syncguard::LockOptions::new().on_release_error(|error, context| {
+    ///     eprintln!("{} could not be released: {}", context.source.as_str(), error.chain());
+    /// });
+    /// ```
     pub fn on_release_error(
         mut self,
         call: impl Fn(&LockError, &ReleaseErrorContext) + Send + Sync + 'static,

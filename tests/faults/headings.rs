@@ -138,17 +138,40 @@ fn every_public_function_that_may_block_gives_its_bound_as_a_formula_of_options(
     assert!(said.contains("/// # Blocking") && said.contains("/// # Cancellation"), "{said}");
 }
 
+/// Sections that say nothing. What looks like a heading inside of an example is none.
+fn empty_sections(text: &str) -> Vec<String> {
+    let mut code = false;
+    let mut lines = Vec::new();
+    for line in text.lines().map(str::trim_start) {
+        code ^= line.starts_with("/// ```") || line.starts_with("//! ```");
+        lines.push(if code && line.starts_with("//") { "/// code" } else { line });
+    }
+    let is_heading = |line: &str| line.starts_with("/// # ") || line.starts_with("//! # ");
+    let body = |at: usize| {
+        let rest = lines[at + 1..].iter().take_while(|line| line.starts_with("//") && !is_heading(line));
+        rest.map(|line| line.trim_start_matches(['/', '!']).trim()).find(|line| !line.is_empty())
+    };
+    (0..lines.len())
+        .filter(|at| is_heading(lines[*at]) && body(*at).is_none_or(|first| first.starts_with("None")))
+        .map(|at| format!("{}: {}", at + 1, lines[at]))
+        .collect()
+}
+
 #[test]
-fn what_is_said_of_blocking_is_said_once() {
+fn what_is_said_of_blocking_is_said_once_and_no_section_is_empty() {
     let mut files = Vec::new();
     sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut files);
-    let mut sections = 0;
+    let (mut sections, mut empty) = (0, Vec::new());
     for file in files {
         let text = fs::read_to_string(&file).expect("it can be read");
         let heading = |line: &&str| line.trim_start_matches([' ', '/', '!']) == "# Blocking";
         sections += text.lines().filter(heading).count();
+        empty.extend(empty_sections(&text).into_iter().map(|at| format!("{}:{at}", file.display())));
     }
     assert!(sections > 5 && sections <= MOST_SECTIONS, "{sections} sections named Blocking");
+    assert!(empty.is_empty(), "{empty:#?}");
+    let text = "/// # Cancellation\n///\n/// None.\n///\n/// # Errors\n///\n/// Two.\n//! # Blocking\n";
+    assert_eq!(empty_sections(text).len(), 2);
 }
 
 #[test]

@@ -137,7 +137,21 @@ fn what_only_a_backend_needs_is_not_at_the_root() {
 }
 
 /// The types whose methods people type.
-const TYPED: [&str; 5] = ["Fence", "LockError", "MemoryBackend", "PgLockClient", "PgLockClientBuilder"];
+const TYPED: [&str; 13] = [
+    "AdvisoryGuard",
+    "AdvisoryKey",
+    "AdvisoryOptions",
+    "CancelToken",
+    "Fence",
+    "LockClient",
+    "LockError",
+    "LockGuard",
+    "LockOptions",
+    "MemoryBackend",
+    "Operator",
+    "PgLockClient",
+    "PgLockClientBuilder",
+];
 
 /// The public methods of those types without an example, and how many methods there are.
 fn without_example(text: &str) -> (Vec<String>, usize) {
