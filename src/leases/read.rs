@@ -15,6 +15,22 @@ use crate::model::time::{TIME_TOLERANCE_MS, is_live};
 use crate::pg::answers::{Row, int, malformed, required, text};
 use crate::pg::statement::{Arg, Statement};
 
+/// One plain read: what `read` makes of the row that the statement finds.
+fn ask<T>(
+    backend: &PostgresBackend,
+    (end, cancel): (Instant, &CancelToken),
+    statement: impl Fn(&ResolvedTables) -> &Statement,
+    argument: &str,
+    read: impl Fn(&Row) -> Result<Option<T>>,
+) -> Result<Option<T>> {
+    let found = backend.run(end, cancel, |session, at| {
+        let answers = session.ask_one(statement(at), &[Arg::Text(argument)])?;
+        session.check_cancel()?;
+        Ok(answers.row(0)?.map(&read).transpose()?.flatten())
+    });
+    found.map_err(LockError::from)
+}
+
 /// Asks for no more than the right to read a key and its expiry.
 pub(crate) fn is_locked(
     backend: &PostgresBackend,
@@ -22,8 +38,11 @@ pub(crate) fn is_locked(
     end: Instant,
     cancel: &CancelToken,
 ) -> Result<bool> {
-    look(backend, key, end, cancel, |at| &at.statements.look, |row| Ok((int(row, 0)?, int(row, 1)?, None)))
+    let (storage_key, _) = key.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?;
+    let read = |row: &Row| live_holder(backend, int(row, 0)?, int(row, 1)?, None);
+    ask(backend, (end, cancel), |at| &at.statements.look, &storage_key, read)
         .map(|holder| holder.is_some())
+        .map_err(|error| error.with_key(key.as_str()))
 }
 
 pub(crate) fn holder(
@@ -32,43 +51,14 @@ pub(crate) fn holder(
     end: Instant,
     cancel: &CancelToken,
 ) -> Result<Option<Holder>> {
-    look(
-        backend,
-        key,
-        end,
-        cancel,
-        |at| &at.statements.by_key,
-        |row| {
-            // For a text alone: a fence that cannot be read makes the row no less live.
-            let fence = text(row, 4)?.and_then(|fence| fence.parse().ok());
-            Ok((int(row, 2)?, int(row, 5)?, fence))
-        },
-    )
-}
-
-/// One plain read of a key's row, of which `read` takes (expiry, clock, fence).
-fn look(
-    backend: &PostgresBackend,
-    key: &Key,
-    end: Instant,
-    cancel: &CancelToken,
-    statement: impl Fn(&ResolvedTables) -> &Statement,
-    read: impl Fn(&Row) -> Result<(Option<i64>, Option<i64>, Option<Fence>)>,
-) -> Result<Option<Holder>> {
     let (storage_key, _) = key.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?;
-    let found = backend.run(end, cancel, |session, at| {
-        let answers = session.ask_one(statement(at), &[Arg::Text(&storage_key)])?;
-        session.check_cancel()?;
-        let Some(row) = answers.row(0)? else { return Ok(None) };
-        let (expires_at_ms, now_ms, fence) = read(row)?;
-        let (expires_at_ms, now_ms) = (required(expires_at_ms)?, required(now_ms)?);
-        if cleanup::is_long_over(expires_at_ms, now_ms) {
-            backend.cleanup_soon();
-        }
-        Ok(is_live(expires_at_ms, now_ms, TIME_TOLERANCE_MS)
-            .then(|| Holder::until(fence, expires_at_ms, now_ms)))
-    });
-    found.map_err(|failure| LockError::from(failure).with_key(key.as_str()))
+    let read = |row: &Row| {
+        // For a text alone: a fence that cannot be read makes the row no less live.
+        let fence = text(row, 4)?.and_then(|fence| fence.parse().ok());
+        live_holder(backend, int(row, 2)?, int(row, 5)?, fence)
+    };
+    ask(backend, (end, cancel), |at| &at.statements.by_key, &storage_key, read)
+        .map_err(|error| error.with_key(key.as_str()))
 }
 
 pub(crate) fn lookup(
@@ -81,23 +71,32 @@ pub(crate) fn lookup(
         Lookup::Key(key) => {
             let key = Key::new(key)?;
             let (storage_key, _) = key.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?;
-            let found = backend.run(end, cancel, |session, at| {
-                let answers = session.ask_one(&at.statements.by_key, &[Arg::Text(&storage_key)])?;
-                session.check_cancel()?;
-                Ok(answers.row(0)?.map(|row| live_row(row, None)).transpose()?.flatten())
-            });
-            found.map_err(|failure| LockError::from(failure).with_key(key.as_str()))
+            let read = |row: &Row| live_row(row, None);
+            ask(backend, (end, cancel), |at| &at.statements.by_key, &storage_key, read)
+                .map_err(|error| error.with_key(key.as_str()))
         }
         Lookup::LockId(id) => {
             let id = LockId::parse(id)?;
-            let found = backend.run(end, cancel, |session, at| {
-                let answers = session.ask_one(&at.statements.by_id, &[Arg::Text(id.as_str())])?;
-                session.check_cancel()?;
-                Ok(answers.row(0)?.map(|row| live_row(row, Some(id.as_str()))).transpose()?.flatten())
-            });
-            found.map_err(|failure| LockError::from(failure).with_lock_id(id.as_str()))
+            let read = |row: &Row| live_row(row, Some(id.as_str()));
+            ask(backend, (end, cancel), |at| &at.statements.by_id, id.as_str(), read)
+                .map_err(|error| error.with_lock_id(id.as_str()))
         }
     }
+}
+
+/// The holder by a row's expiry and the server's clock. A row that is long over is cleaned up, if the
+/// settings say so.
+fn live_holder(
+    backend: &PostgresBackend,
+    expires_at_ms: Option<i64>,
+    now_ms: Option<i64>,
+    fence: Option<Fence>,
+) -> Result<Option<Holder>> {
+    let (expires_at_ms, now_ms) = (required(expires_at_ms)?, required(now_ms)?);
+    if cleanup::is_long_over(expires_at_ms, now_ms) {
+        backend.cleanup_soon();
+    }
+    Ok(is_live(expires_at_ms, now_ms, TIME_TOLERANCE_MS).then(|| Holder::until(fence, expires_at_ms, now_ms)))
 }
 
 /// Whether a row is the live lease that was asked for. Without an id any live one is.
