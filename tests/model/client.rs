@@ -6,15 +6,9 @@ use crate::config::{Config, Kind};
 use crate::server::{self, Stepped};
 use crate::state::{Client, Ear, IDS, JUMP, Outcome, Pc, Phase, State, TTL, Tx};
 
-/// Everything that can happen next: who (a client, or nobody), with which lock id, what.
-pub(crate) struct Event {
-    pub(crate) client: Option<u8>,
-    pub(crate) id: u8,
-    pub(crate) label: &'static str,
-    pub(crate) state: State,
-    pub(crate) fault: Option<&'static str>,
-}
+type Event = crate::explore::Event<State>;
 
+/// Everything that can happen next.
 pub(crate) fn events(config: &Config, state: &State, out: &mut Vec<Event>) {
     for at in 0..state.txs.len() {
         if !state.txs[at].is_free() {
@@ -33,7 +27,7 @@ pub(crate) fn events(config: &Config, state: &State, out: &mut Vec<Event>) {
 fn transaction(config: &Config, state: &State, at: usize, out: &mut Vec<Event>) {
     let tx = state.txs[at];
     let mut push = |(label, state, fault): Stepped| {
-        out.push(Event { client: Some(tx.owner), id: tx.id, label, state, fault });
+        out.push(Event { client: Some(tx.owner), id: tx.id, label: label.into(), state, fault });
     };
     let heard = tx.ear != Ear::Nobody;
     let answered = matches!(tx.pc, Pc::Between | Pc::Done);
@@ -94,7 +88,9 @@ fn idle(client: &mut Client) {
 fn caller(config: &Config, state: &State, owner: usize, out: &mut Vec<Event>) {
     let client = state.clients[owner];
     let name = u8::try_from(owner).ok();
-    let mut push = |label, state: State, id| out.push(Event { client: name, id, label, state, fault: None });
+    let mut push = |label: &'static str, state: State, id| {
+        out.push(Event { client: name, id, label: label.into(), state, fault: None });
+    };
     match client.phase {
         Phase::Idle if client.acquires > 0 => {
             for two_messages in config.forms() {
@@ -203,7 +199,9 @@ fn worker(config: &Config, state: &State, owner: usize, out: &mut Vec<Event>) {
         return;
     }
     let name = u8::try_from(owner).ok();
-    let mut push = |label, state: State, id| out.push(Event { client: name, id, label, state, fault: None });
+    let mut push = |label: &'static str, state: State, id| {
+        out.push(Event { client: name, id, label: label.into(), state, fault: None });
+    };
     for deferred in client.deferred.iter().filter(|deferred| deferred.id != 0) {
         let mut next = *state;
         send(&mut next, owner, Kind::ReleaseLive, false, Ear::Worker, deferred.id);
@@ -381,7 +379,9 @@ fn lose(next: &mut State, at: usize) {
 
 /// Time, clock jumps, crashes.
 fn world(config: &Config, state: &State, out: &mut Vec<Event>) {
-    let mut push = |client, label, state| out.push(Event { client, id: 0, label, state, fault: None });
+    let mut push = |client, label: &'static str, state| {
+        out.push(Event { client, id: 0, label: label.into(), state, fault: None });
+    };
     if let Some(mut next) = state.tick() {
         for client in &mut next.clients {
             for id in client.deferred.map(|deferred| if deferred.over == 0 { deferred.id } else { 0 }) {

@@ -1,6 +1,10 @@
 //! What one exploration covers: how much of each action there is, and what of the protocol is
 //! taken out to see whether the model notices.
 
+use crate::client::{check, events, is_orphan};
+use crate::explore::{Event, Model};
+use crate::state::{CLIENTS, State, name};
+
 /// What a transaction does.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Debug)]
 pub(crate) enum Kind {
@@ -131,5 +135,48 @@ impl Config {
             .into_iter()
             .filter(|form| form.1)
             .map(|form| form.0)
+    }
+}
+
+const NAMES: [[u8; CLIENTS]; 6] = [[0, 1, 2], [1, 0, 2], [0, 2, 1], [1, 2, 0], [2, 0, 1], [2, 1, 0]];
+
+impl Model for Config {
+    type State = State;
+
+    fn first(&self) -> State {
+        State::first(self)
+    }
+
+    fn events(&self, state: &State, out: &mut Vec<Event<State>>) {
+        events(self, state, out);
+    }
+
+    fn check(&self, state: &State) -> Option<&'static str> {
+        check(self, state)
+    }
+
+    fn representative(&self, mut state: State) -> State {
+        state.tidy(self);
+        if !self.symmetry {
+            return state;
+        }
+        let names = if self.clients == 2 { &NAMES[1..2] } else { &NAMES[1..] };
+        names.iter().map(|names| state.renamed(*names)).fold(state, Ord::min)
+    }
+
+    fn is_orphaned(&self, state: &State) -> bool {
+        is_orphan(state) && !state.jumped
+    }
+
+    fn named(&self) -> Self {
+        Self { symmetry: false, ..*self }
+    }
+
+    fn id(&self, id: u8) -> String {
+        name(id)
+    }
+
+    fn describe(&self, state: &State) -> String {
+        state.to_string()
     }
 }

@@ -1,17 +1,53 @@
 //! Breadth first through every state that can be reached, and the way to the first one that is wrong.
 
+use std::borrow::Cow;
 use std::fmt::Write as _;
 use std::hash::{Hash, Hasher};
 
-use crate::client::{Event, check, events, is_orphan};
-use crate::config::Config;
-use crate::state::{CLIENTS, State, client_name, name};
+/// What can be explored: where it starts, what can happen in a state, and what must hold there.
+pub(crate) trait Model {
+    type State: Clone + Eq + Hash;
+
+    fn first(&self) -> Self::State;
+
+    /// Everything that can happen next.
+    fn events(&self, state: &Self::State, out: &mut Vec<Event<Self::State>>);
+
+    fn check(&self, state: &Self::State) -> Option<&'static str>;
+
+    /// The one state that stands for all that differ from it in nothing that matters.
+    fn representative(&self, state: Self::State) -> Self::State;
+
+    /// Whether the state has a live lease that a late message left and nobody looks after.
+    fn is_orphaned(&self, _: &Self::State) -> bool {
+        false
+    }
+
+    /// The same without merging what differs in names alone, so that a trace keeps them.
+    fn named(&self) -> Self;
+
+    fn id(&self, id: u8) -> String {
+        id.to_string()
+    }
+
+    fn describe(&self, state: &Self::State) -> String;
+}
+
+/// A step: who takes it (a client, or nobody), with which lock id, what it is, where it leads, and
+/// what it broke.
+pub(crate) struct Event<S> {
+    pub(crate) client: Option<u8>,
+    pub(crate) id: u8,
+    pub(crate) label: Cow<'static, str>,
+    pub(crate) state: S,
+    pub(crate) fault: Option<&'static str>,
+}
 
 /// What an exploration found.
 pub(crate) struct Report {
     pub(crate) states: usize,
     pub(crate) transitions: u64,
-    /// States with a live lease that a late message left and nobody looks after.
+    /// States that are orphaned.
     pub(crate) orphaned: usize,
     /// The most steps from the start.
     pub(crate) depth: usize,
@@ -25,8 +61,8 @@ pub(crate) struct Violation {
 
 /// Every state once, by open addressing into the list of all: a fingerprint alone could make two
 /// states one, and a state would be missed.
-struct Seen {
-    states: Vec<State>,
+struct Seen<S> {
+    states: Vec<S>,
     parents: Vec<u32>,
     table: Vec<u32>,
 }
@@ -59,12 +95,12 @@ impl Hasher for Words {
     }
 }
 
-impl Seen {
+impl<S: Eq + Hash> Seen<S> {
     fn new() -> Self {
         Self { states: Vec::new(), parents: Vec::new(), table: vec![EMPTY; 1 << 16] }
     }
 
-    fn add(&mut self, state: State, parent: u32) -> bool {
+    fn add(&mut self, state: S, parent: u32) -> bool {
         if self.states.len() * 2 > self.table.len() {
             let bigger = self.table.len() * 2;
             self.table = vec![EMPTY; bigger];
@@ -84,7 +120,7 @@ impl Seen {
     }
 
     /// Where the state is, or belongs.
-    fn place(&self, state: &State) -> usize {
+    fn place(&self, state: &S) -> usize {
         let mask = self.table.len() - 1;
         let mut hasher = Words::default();
         state.hash(&mut hasher);
@@ -96,21 +132,9 @@ impl Seen {
     }
 }
 
-const NAMES: [[u8; CLIENTS]; 6] = [[0, 1, 2], [1, 0, 2], [0, 2, 1], [1, 2, 0], [2, 0, 1], [2, 1, 0]];
-
-/// The one state that stands for all that differ from it in nothing that matters.
-fn representative(config: &Config, mut state: State) -> State {
-    state.tidy(config);
-    if !config.symmetry {
-        return state;
-    }
-    let names = if config.clients == 2 { &NAMES[1..2] } else { &NAMES[1..] };
-    names.iter().map(|names| state.renamed(*names)).fold(state, Ord::min)
-}
-
-pub(crate) fn explore(config: &Config) -> Report {
+pub(crate) fn explore<M: Model>(model: &M) -> Report {
     let mut seen = Seen::new();
-    seen.add(representative(config, State::first(config)), EMPTY);
+    seen.add(model.representative(model.first()), EMPTY);
     let mut report = Report { states: 0, transitions: 0, orphaned: 0, depth: 0, violation: None };
     let mut found = Vec::new();
     let (mut at, mut level_end) = (0, 1);
@@ -119,21 +143,21 @@ pub(crate) fn explore(config: &Config) -> Report {
             report.depth += 1;
             level_end = seen.states.len();
         }
-        let state = seen.states[at];
+        let state = seen.states[at].clone();
         let parent = u32::try_from(at).expect("fewer than 2^32 states");
-        events(config, &state, &mut found);
+        model.events(&state, &mut found);
         for event in found.drain(..) {
             report.transitions += 1;
-            let next = representative(config, event.state);
-            let fault = event.fault.or_else(|| check(config, &event.state));
-            if let Some(what) = fault {
-                let trace = trace(config, &seen, at, &event, what);
+            if let Some(what) = event.fault.or_else(|| model.check(&event.state)) {
+                let trace = trace(model, &seen, at, &event, what);
                 report.states = seen.states.len();
                 report.violation = Some(Violation { what, trace });
                 return report;
             }
+            let next = model.representative(event.state);
+            let orphaned = model.is_orphaned(&next);
             if seen.add(next, parent) {
-                report.orphaned += usize::from(is_orphan(&next) && !next.jumped);
+                report.orphaned += usize::from(orphaned);
             }
         }
         at += 1;
@@ -143,7 +167,13 @@ pub(crate) fn explore(config: &Config) -> Report {
 }
 
 /// The way from the start to a state, and the last step.
-fn trace(config: &Config, seen: &Seen, mut at: usize, last: &Event, what: &str) -> String {
+fn trace<M: Model>(
+    model: &M,
+    seen: &Seen<M::State>,
+    mut at: usize,
+    last: &Event<M::State>,
+    what: &str,
+) -> String {
     let mut path = vec![at];
     while seen.parents[at] != EMPTY {
         at = seen.parents[at] as usize;
@@ -153,23 +183,23 @@ fn trace(config: &Config, seen: &Seen, mut at: usize, last: &Event, what: &str) 
     let mut text = String::new();
     let mut found = Vec::new();
     for pair in path.windows(2) {
-        events(config, &seen.states[pair[0]], &mut found);
+        model.events(&seen.states[pair[0]], &mut found);
         if let Some(event) =
-            found.drain(..).find(|event| representative(config, event.state) == seen.states[pair[1]])
+            found.drain(..).find(|event| model.representative(event.state.clone()) == seen.states[pair[1]])
         {
-            line(&mut text, &event);
+            line(model, &mut text, &event);
         }
         found.clear();
     }
-    line(&mut text, last);
+    line(model, &mut text, last);
     let _ = writeln!(text, "  => {what}");
     text
 }
 
-fn line(text: &mut String, event: &Event) {
-    let mut who = event.client.map_or(String::new(), |client| client_name(client).to_string());
+fn line<M: Model>(model: &M, text: &mut String, event: &Event<M::State>) {
+    let mut who = event.client.map_or(String::new(), |client| char::from(b'A' + client).to_string());
     if event.id != 0 {
-        let _ = write!(who, " ({})", name(event.id));
+        let _ = write!(who, " ({})", model.id(event.id));
     }
-    let _ = writeln!(text, "  {who:8} {}\n             {}", event.label, event.state);
+    let _ = writeln!(text, "  {who:8} {}\n             {}", event.label, model.describe(&event.state));
 }

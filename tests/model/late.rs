@@ -2,11 +2,10 @@
 //! as it may, and a channel that loses, delays and doubles whatever the guard sends. Every order of
 //! all of them, for the rule of `docs/adr/0032`, and with each of its conditions taken out.
 
-#![allow(clippy::trivially_copy_pass_by_ref, clippy::print_stdout)]
+#![allow(clippy::trivially_copy_pass_by_ref)]
 
-use std::collections::HashSet;
-use std::fmt::Write as _;
-use std::hash::Hash;
+use crate::explore::{Event, Model};
+use crate::{holds, run};
 
 /// What an extend says, and what a guard makes of the answers.
 #[derive(Clone, Copy)]
@@ -319,61 +318,42 @@ fn tidy(mut state: State) -> State {
     state
 }
 
-/// The number of states, or the way to the first one that is wrong.
-fn explore<S: Clone + Eq + Hash>(
-    first: S,
-    steps: impl Fn(&S, &mut Vec<(String, S)>),
-    wrong: impl Fn(&S) -> Option<&'static str>,
-) -> Result<usize, (&'static str, String)> {
-    let mut seen = HashSet::from([first.clone()]);
-    let mut list = vec![(first, usize::MAX, String::new())];
-    let (mut at, mut found) = (0, Vec::new());
-    while at < list.len() {
-        let state = list[at].0.clone();
-        if let Some(what) = wrong(&state) {
-            let (mut way, mut text) = (Vec::new(), String::new());
-            let mut from = at;
-            while from != usize::MAX {
-                way.push(from);
-                from = list[from].1;
-            }
-            for at in way.iter().rev() {
-                let _ = writeln!(text, "  {}", list[*at].2);
-            }
-            return Err((what, text));
-        }
-        steps(&state, &mut found);
-        for (label, next) in found.drain(..) {
-            if seen.insert(next.clone()) {
-                list.push((next, at, label));
-            }
-        }
-        at += 1;
+/// One rule, with as much of everything as a size says.
+struct Guarded(Rule, Size);
+
+impl Model for Guarded {
+    type State = State;
+
+    fn first(&self) -> State {
+        State::first()
     }
-    Ok(list.len())
-}
 
-fn guard(name: &str, rule: Rule, size: Size) -> Result<usize, (&'static str, String)> {
-    let found = explore(
-        State::first(),
-        |state, out| {
-            steps(&rule, &size, state, out);
-            out.iter_mut().for_each(|(_, state)| *state = tidy(state.clone()));
-        },
-        State::wrong,
-    );
-    report(name, &found);
-    found
-}
+    fn events(&self, state: &State, out: &mut Vec<Event<State>>) {
+        let mut found = Vec::new();
+        steps(&self.0, &self.1, state, &mut found);
+        out.extend(found.into_iter().map(|(label, state)| Event {
+            client: None,
+            id: 0,
+            label: label.into(),
+            state,
+            fault: None,
+        }));
+    }
 
-fn report(name: &str, found: &Result<usize, (&'static str, String)>) {
-    let verdict = match found {
-        Ok(states) => format!("{states} states: holds"),
-        Err((what, _)) => (*what).to_owned(),
-    };
-    println!("model: late copies, {name}: {verdict}");
-    if let (Err((_, way)), true) = (found, std::env::var_os("SYNCGUARD_MODEL_TRACES").is_some()) {
-        println!("{way}");
+    fn check(&self, state: &State) -> Option<&'static str> {
+        state.wrong()
+    }
+
+    fn representative(&self, state: State) -> State {
+        tidy(state)
+    }
+
+    fn named(&self) -> Self {
+        Self(self.0, self.1)
+    }
+
+    fn describe(&self, state: &State) -> String {
+        format!("{state:?}")
     }
 }
 
@@ -382,9 +362,10 @@ const APART: Size = Size { calls: 3, until: 5, overlapping: false, broken: false
 
 #[track_caller]
 fn is_caught(name: &str, rule: Rule, expected: &str) {
-    let found = [SMALL, APART].into_iter().find_map(|size| guard(name, rule, size).err());
-    let (what, way) = found.unwrap_or_else(|| panic!("{name}: nothing is wrong"));
-    assert_eq!(what, expected, "{way}");
+    let name = format!("late copies, {name}");
+    let found = [SMALL, APART].into_iter().find_map(|size| run(&name, &Guarded(rule, size)).violation);
+    let violation = found.unwrap_or_else(|| panic!("{name}: nothing is wrong"));
+    assert_eq!(violation.what, expected, "{}", violation.trace);
 }
 
 const TOO_LONG: &str = "a guard trusts its lease for longer than the row lasts";
@@ -392,7 +373,7 @@ const TOO_LONG: &str = "a guard trusts its lease for longer than the row lasts";
 #[test]
 fn late_and_doubled_copies_never_make_a_guard_trust_too_long() {
     for (name, size) in [("two calls, overlapping", SMALL), ("three calls, one after the other", APART)] {
-        guard(name, RULE, size).unwrap_or_else(|(what, way)| panic!("{name}: {what}\n{way}"));
+        holds(&format!("late copies, {name}"), &Guarded(RULE, size));
     }
 }
 

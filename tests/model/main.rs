@@ -22,12 +22,11 @@ mod state;
 
 use std::io::Write as _;
 
-use config::Config;
-use explore::{Report, explore};
+use explore::{Model, Report, explore};
 
 /// Explores, and says how much there was, past the test harness's capture.
-fn run(name: &str, config: &Config) -> Report {
-    let report = explore(config);
+fn run(name: &str, model: &impl Model) -> Report {
+    let report = explore(model);
     let verdict = report.violation.as_ref().map_or("holds", |violation| violation.what);
     let line = format!(
         "model: {name}: {} states, {} transitions, depth {}, {} states with a late message's lease: {verdict}\n",
@@ -38,8 +37,8 @@ fn run(name: &str, config: &Config) -> Report {
 }
 
 /// Nothing is wrong in any state that can be reached.
-fn holds(name: &str, config: &Config) -> Report {
-    let report = run(name, config);
+fn holds(name: &str, model: &impl Model) -> Report {
+    let report = run(name, model);
     if let Some(violation) = &report.violation {
         panic!("{name}: {}\n{}", violation.what, violation.trace);
     }
@@ -47,9 +46,8 @@ fn holds(name: &str, config: &Config) -> Report {
 }
 
 /// The invariant with this number, or of this wording, is violated; the trace tells how.
-fn is_caught(name: &str, config: &Config, invariant: &str) -> String {
-    // Without symmetry the clients keep their names along the trace.
-    let report = run(name, &Config { symmetry: false, ..*config });
+fn is_caught(name: &str, model: &impl Model, invariant: &str) -> String {
+    let report = run(name, &model.named());
     let violation =
         report.violation.unwrap_or_else(|| panic!("{name}: nothing is wrong, {invariant:?} was expected"));
     assert!(violation.what.starts_with(invariant), "{name}: {}\n{}", violation.what, violation.trace);
