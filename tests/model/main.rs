@@ -9,16 +9,27 @@
 // A test: a model that is wrong must stop at once.
 #![allow(clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
 
+mod callers;
 mod client;
 mod config;
+mod elect;
+mod election;
 mod explore;
 mod fast;
+mod holders;
 mod late;
 mod mutations;
+mod once;
+mod permits;
 mod protocol;
+mod run_once;
+mod runners;
 mod server;
+mod several;
 mod source;
 mod state;
+mod statements;
+mod tables;
 
 use std::io::Write as _;
 
