@@ -163,6 +163,7 @@ impl Config {
             partial: false,
             overwrites: false,
             raises_one: false,
+            raises_none: false,
             release_backwards: false,
             careful_backwards: false,
             renewal_waits_backwards: false,

@@ -91,12 +91,13 @@ pub(crate) struct Tx {
     pub(crate) marked: bool,
 }
 
-/// The row's id (0: none), fence and end, the counter, the mark, the effects of each slot.
+/// The row's id (0: none), fence, end and slot, the counter, the mark, the effects of each slot.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub(crate) struct Database {
     pub(crate) id: u8,
     pub(crate) fence: u8,
     pub(crate) ends: i8,
+    pub(crate) slot: u8,
     pub(crate) counter: u8,
     pub(crate) mark: u8,
     pub(crate) effects: [u8; SLOTS as usize + 1],
@@ -292,11 +293,16 @@ impl State {
         if self.any(at, |tx| tx.queue) {
             return None;
         }
-        let slot = if tx.slot == 0 { self.slot } else { tx.slot };
         let own = self.db.id == tx.id;
+        // A row of its own is confirmed, with the slot that it was granted for.
+        let slot = match tx.slot {
+            _ if own => self.db.slot,
+            0 => self.slot,
+            number => number,
+        };
         self.txs[at] = Tx { queue: true, slot, own, pc: Pc::LockRow, ..tx };
         let by_clock = config.numbers[usize::from(tx.owner)] == 0;
-        let fault = (by_clock && slot != self.slot).then_some(OLD_SLOT);
+        let fault = (by_clock && !own && slot != self.slot).then_some(OLD_SLOT);
         let label = if self.is_done(config.cut, slot) {
             self.told(at, Outcome::AlreadyDone, "finds its slot done")
         } else if self.db.is_live() && !own {
@@ -411,7 +417,7 @@ impl State {
             if !tx.own {
                 fault = fault.or(before.is_live().then_some("5: a take-over replaces a live lease"));
                 (self.db.id, self.db.ends, self.db.counter) = (tx.id, TTL, self.db.counter + 1);
-                self.db.fence = self.db.counter;
+                (self.db.fence, self.db.slot) = (self.db.counter, tx.slot);
             }
             self.txs[at].fence = self.db.fence;
             if config.style == Style::ClaimAtStart && cut.begin_claims {
@@ -430,7 +436,7 @@ impl State {
             fault = fault.or((self.db.effects[usize::from(tx.slot)] > 1).then_some(EFFECTS));
         }
         if tx.deletes {
-            (self.db.id, self.db.fence, self.db.ends) = (0, 0, 0);
+            (self.db.id, self.db.fence, self.db.ends, self.db.slot) = (0, 0, 0, 0);
         }
         let relaxed = match tx.kind {
             Kind::Release | Kind::Verify => true,

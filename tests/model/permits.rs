@@ -1,7 +1,7 @@
 //! Permits: each an ordinary lease on a slot of its own.
 
 use crate::holders::{Config, NONE, ORPHAN, TOO_LONG, TOO_MANY, TWO_PERMITS};
-use crate::statements::{PARTIAL, TAKEOVER};
+use crate::statements::{BURNT, PARTIAL, TAKEOVER};
 use crate::tables::{Cut, Rules};
 use crate::{extra_depth, holds, is_caught};
 
@@ -75,6 +75,11 @@ fn who_queues_for_all_slots_keeps_others_from_free_ones() {
 #[test]
 fn without_the_condition_a_live_permit_is_taken_over() {
     is_caught("permits: no condition", &TWO.cut(Cut { overwrites: true, ..KEEP }), TAKEOVER);
+}
+
+#[test]
+fn a_permit_raises_its_slots_counter() {
+    is_caught("permits: no raise of the counter", &TWO.cut(Cut { raises_none: true, ..KEEP }), BURNT);
 }
 
 #[test]

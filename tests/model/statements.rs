@@ -258,7 +258,7 @@ impl Tables {
     fn raise(&mut self, rules: &Rules, at: usize) -> &'static str {
         let tx = &mut self.txs[at];
         let key = next_of(tx.left, Self::backwards(rules, tx)).expect("a counter to raise");
-        tx.raised |= 1 << key;
+        tx.raised |= u8::from(!rules.cut.raises_none) << key;
         tx.left &= !(1 << key);
         if tx.left == 0 || rules.cut.raises_one {
             if matches!(tx.kind, Kind::Fast | Kind::Slot) {

@@ -176,8 +176,9 @@ pub(crate) struct Cut {
     pub(crate) partial: bool,
     /// A row that is met is overwritten.
     pub(crate) overwrites: bool,
-    /// Only the first key's counter is raised.
+    /// Only the first key's counter is raised; none is.
     pub(crate) raises_one: bool,
+    pub(crate) raises_none: bool,
     /// The first client's release, careful statement, renewal, raise or fence check goes the other way.
     pub(crate) release_backwards: bool,
     pub(crate) careful_backwards: bool,
