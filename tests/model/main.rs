@@ -3,8 +3,9 @@
 //! jumps. What is modelled, what is not, and the invariants by number: `docs/model.md`.
 //!
 //! `protocol` explores what the crate does and must find nothing. `mutations` takes parts of it
-//! out and must find what each part is for. `SYNCGUARD_MODEL_DEPTH=1` (to 3) adds larger runs; use
-//! them with `--release`.
+//! out and must find what each part is for. `late` has copies of messages that come late; `several`,
+//! `permits`, `elect` and `run_once` have what is built on the lease. `SYNCGUARD_MODEL_DEPTH=1` (to 3)
+//! adds larger runs; use them with `--release`.
 
 // A test: a model that is wrong must stop at once.
 #![allow(clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
