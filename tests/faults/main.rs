@@ -7,7 +7,7 @@
     clippy::unwrap_used,
     reason = "a test says by a panic what it did not expect"
 )]
-#![allow(unreachable_pub, dead_code, clippy::print_stdout, reason = "one program of several modules")]
+#![allow(unreachable_pub, clippy::print_stdout, reason = "one program of several modules")]
 
 use syncguard_test_support as support;
 

@@ -23,130 +23,20 @@
 // A test that fails panics.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
+mod other_client;
+
 use std::collections::BTreeSet;
 use std::time::Duration;
 
 use crate::support::calls::{FORMS, token};
 use crate::support::{Call, Config, LIMIT, Place, Server, TTL, id, place, unique, wait_until};
+use other_client::{STEPS, TheirAcquire};
 use postgres::Client;
 use syncguard::backend::{ExtendOutcome, ReleaseOutcome};
 use syncguard::{
     AcquireResult, ErrorCode, ExtendResult, LockBackend, Lookup, PgLockClient, ReleaseResult, hash_key,
-    is_live, make_storage_key, normalize_and_validate_key,
+    make_storage_key, normalize_and_validate_key,
 };
-
-/// The other client's acquire, statement by statement.
-struct Theirs {
-    client: Client,
-    key: String,
-    lock_id: String,
-    ttl_ms: i64,
-    now: i64,
-    fence: i64,
-    go: bool,
-    over: bool,
-    won: bool,
-}
-
-/// How many statements its acquire has.
-const STEPS: usize = 8;
-
-impl Theirs {
-    fn new(place: &Place, key: &str, lock_id: &str) -> Self {
-        let (key, lock_id) = (key.to_owned(), lock_id.to_owned());
-        Self {
-            client: place.schema.client(),
-            key,
-            lock_id,
-            ttl_ms: 30_000,
-            now: 0,
-            fence: 0,
-            go: false,
-            over: false,
-            won: false,
-        }
-    }
-
-    fn step(&mut self, n: usize) {
-        if self.over {
-            return;
-        }
-        let fence_key = format!("fence:{}", self.key);
-        match n {
-            0 => self.client.batch_execute("BEGIN").unwrap(),
-            1 => drop(self.client.query("SELECT pg_advisory_xact_lock(hashtext($1))", &[&self.key]).unwrap()),
-            2 => {
-                let sql = "SELECT floor(EXTRACT(EPOCH FROM NOW()) * 1000)::int8";
-                self.now = self.client.query_one(sql, &[]).unwrap().get(0);
-            }
-            3 => {
-                let sql = "SELECT expires_at_ms FROM syncguard_locks WHERE key = $1";
-                let row = self.client.query_opt(sql, &[&self.key]).unwrap();
-                self.go = row.is_none_or(|row| !is_live(row.get(0), self.now, 1000));
-                if !self.go {
-                    self.client.batch_execute("COMMIT").unwrap();
-                    self.over = true;
-                }
-            }
-            4 => {
-                let sql = "INSERT INTO syncguard_fence_counters (fence_key, fence, key_debug) VALUES ($1, 0, $2) \
-                           ON CONFLICT (fence_key) DO NOTHING";
-                self.client.execute(sql, &[&fence_key, &self.key]).unwrap();
-            }
-            5 => {
-                let sql = "UPDATE syncguard_fence_counters SET fence = fence + 1 WHERE fence_key = $1 RETURNING fence";
-                self.fence = self.client.query_one(sql, &[&fence_key]).unwrap().get(0);
-            }
-            6 => {
-                let sql = "INSERT INTO syncguard_locks (key, lock_id, expires_at_ms, acquired_at_ms, fence, user_key) \
-                           VALUES ($1, $2, $3, $4, $5, $1) ON CONFLICT (key) DO UPDATE SET lock_id = EXCLUDED.lock_id, \
-                           expires_at_ms = EXCLUDED.expires_at_ms, acquired_at_ms = EXCLUDED.acquired_at_ms, \
-                           fence = EXCLUDED.fence, user_key = EXCLUDED.user_key";
-                let (expires, fence) = (self.now + self.ttl_ms, format!("{:015}", self.fence));
-                self.client.execute(sql, &[&self.key, &self.lock_id, &expires, &self.now, &fence]).unwrap();
-            }
-            _ => {
-                self.client.batch_execute("COMMIT").unwrap();
-                self.over = true;
-                self.won = true;
-            }
-        }
-    }
-
-    fn acquire(&mut self) -> bool {
-        (0..STEPS).for_each(|n| self.step(n));
-        self.won
-    }
-}
-
-/// Its extend and its release: the row is read by its id, judged by the clock of BEGIN, and written
-/// under a row lock.
-fn theirs_extend(client: &mut Client, lock_id: &str, ttl_ms: i64) -> bool {
-    let mut tx = client.transaction().unwrap();
-    let now: i64 = tx.query_one("SELECT floor(EXTRACT(EPOCH FROM NOW()) * 1000)::int8", &[]).unwrap().get(0);
-    let sql = "SELECT key, expires_at_ms, lock_id FROM syncguard_locks WHERE lock_id = $1 FOR UPDATE";
-    let row = tx.query_opt(sql, &[&lock_id]).unwrap();
-    let live = row.is_some_and(|row| row.get::<_, String>(2) == lock_id && is_live(row.get(1), now, 1000));
-    if live {
-        let sql = "UPDATE syncguard_locks SET expires_at_ms = $2 WHERE lock_id = $1";
-        tx.execute(sql, &[&lock_id, &(now + ttl_ms)]).unwrap();
-    }
-    tx.commit().unwrap();
-    live
-}
-
-fn theirs_release(client: &mut Client, lock_id: &str) -> bool {
-    let mut tx = client.transaction().unwrap();
-    let now: i64 = tx.query_one("SELECT floor(EXTRACT(EPOCH FROM NOW()) * 1000)::int8", &[]).unwrap().get(0);
-    let sql = "SELECT key, expires_at_ms, lock_id FROM syncguard_locks WHERE lock_id = $1 FOR UPDATE";
-    let row = tx.query_opt(sql, &[&lock_id]).unwrap();
-    let live = row.is_some_and(|row| row.get::<_, String>(2) == lock_id && is_live(row.get(1), now, 1000));
-    if live {
-        tx.execute("DELETE FROM syncguard_locks WHERE lock_id = $1", &[&lock_id]).unwrap();
-    }
-    tx.commit().unwrap();
-    live
-}
 
 #[test]
 fn a_lease_of_the_other_client_is_seen_contended_extended_and_released() {
@@ -154,7 +44,7 @@ fn a_lease_of_the_other_client_is_seen_contended_extended_and_released() {
     for (n, two) in FORMS.into_iter().enumerate() {
         let (key, theirs) = (place.key("a"), id(&format!("theirs{n}")));
         let fence = i64::try_from(n).unwrap() + 1;
-        let mut other = Theirs::new(&place, &key, &theirs);
+        let mut other = TheirAcquire::new(&place, &key, &theirs);
         assert!(other.acquire() && other.fence == fence);
         assert_eq!(
             LockBackend::acquire(&place.client, &key, TTL, &token(two)).unwrap(),
@@ -199,10 +89,10 @@ fn our_leases_are_what_the_other_client_expects_to_find() {
         assert_eq!(place.stored.one(sql, &[&normal]).get::<_, String>(0), normal);
 
         let mut other = place.schema.client();
-        assert!(!Theirs::new(&place, &normal, &id("theirs")).acquire(), "contended");
-        assert!(theirs_extend(&mut other, &grant.lock_id, 60_000));
+        assert!(!TheirAcquire::new(&place, &normal, &id("theirs")).acquire(), "contended");
+        assert!(other_client::extend(&mut other, &grant.lock_id, 60_000));
         assert_eq!(place.stored.row(&normal).unwrap().lock_id, grant.lock_id);
-        assert!(theirs_release(&mut other, &grant.lock_id));
+        assert!(other_client::release(&mut other, &grant.lock_id));
         assert_eq!(place.client.release(&grant.lock_id).unwrap(), ReleaseResult::NotHeld);
     }
 }
@@ -212,7 +102,7 @@ fn fences_go_on_from_client_to_client() {
     let place = place();
     let key = place.key("a");
     for n in 0..3 {
-        let mut other = Theirs::new(&place, &key, &id("theirs"));
+        let mut other = TheirAcquire::new(&place, &key, &id("theirs"));
         assert!(other.acquire());
         assert_eq!(other.fence, 2 * n + 1);
         place.stored.age(&key, 1_500);
@@ -307,7 +197,7 @@ fn interleave(
         Start::Dead => place.stored.write(&key, &holder, -1_500, 7),
     }
     let before = place.stored.counter(&key).unwrap_or(0);
-    let mut theirs = Theirs::new(place, &key, &id("theirs"));
+    let mut theirs = TheirAcquire::new(place, &key, &id("theirs"));
     (0..gap).for_each(|n| theirs.step(n));
     if start == Start::Edge {
         place.wait_for(place.stored.row(&key).map_or(0, |row| row.acquired_at_ms) + 50);
@@ -390,7 +280,7 @@ fn an_extend_whose_commit_was_slow_and_a_take_over_never_both_succeed() {
             observer.query_one(waits, &[]).unwrap().get::<_, i64>(0) == 1
         });
         place.wait_for(ends + 1_001);
-        let mut theirs = Theirs::new(&place, &key, &id(&format!("theirs{two}")));
+        let mut theirs = TheirAcquire::new(&place, &key, &id(&format!("theirs{two}")));
         (0..4).for_each(|n| theirs.step(n));
         assert!(theirs.go, "they read the old row, and it is dead");
         server.configure("synchronous_standby_names", "");
@@ -408,7 +298,7 @@ fn its_unconditional_upsert_overwrites_only_what_was_written_without_the_queue()
     let place = place();
     let key = place.key("a");
     // The other client has read an absent row and pauses with the queue in its hands.
-    let mut theirs = Theirs::new(&place, &key, &id("theirs"));
+    let mut theirs = TheirAcquire::new(&place, &key, &id("theirs"));
     (0..4).for_each(|n| theirs.step(n));
     // Our acquire stands in the same queue and cannot be overwritten by what was read before.
     let name = unique();
@@ -425,7 +315,7 @@ fn its_unconditional_upsert_overwrites_only_what_was_written_without_the_queue()
     // A row that is written without the queue, as by hand, is overwritten without a look. Its holder
     // finds out at once: extend, release and a fenced transaction all refuse.
     let key = place.key("b");
-    let mut theirs = Theirs::new(&place, &key, &id("theirs-b"));
+    let mut theirs = TheirAcquire::new(&place, &key, &id("theirs-b"));
     (0..6).for_each(|n| theirs.step(n));
     let by_hand = id("by-hand");
     let insert = format!(
@@ -451,7 +341,7 @@ fn the_other_client_waits_for_a_fenced_transaction_of_ours() {
     let mut tx = client.transaction().unwrap();
     place.client.assert_fence(&mut tx, &key, grant.fence).unwrap();
     place.stored.age(&key, 1_500);
-    let mut theirs = Theirs::new(&place, &key, &id("theirs"));
+    let mut theirs = TheirAcquire::new(&place, &key, &id("theirs"));
     let name = unique();
     theirs.client.batch_execute(&format!("SET application_name = '{name}'")).unwrap();
     let call = Call::start(&name, move || {
@@ -503,14 +393,14 @@ fn both_kinds_of_clients_at_once_never_share_a_key_and_never_a_fence() {
                 fences.push(i64::try_from(grant.fence.get()).unwrap());
             } else {
                 let lock_id = id(&format!("t{n}r{round}"));
-                let mut theirs = Theirs::new(&place, &key, &lock_id);
+                let mut theirs = TheirAcquire::new(&place, &key, &lock_id);
                 if !theirs.acquire() {
                     continue;
                 }
                 enter(&mut mine);
-                assert!(theirs_extend(&mut mine, &lock_id, 30_000));
+                assert!(other_client::extend(&mut mine, &lock_id, 30_000));
                 leave(&mut mine);
-                assert!(theirs_release(&mut mine, &lock_id));
+                assert!(other_client::release(&mut mine, &lock_id));
                 fences.push(theirs.fence);
             }
         }

@@ -1,0 +1,234 @@
+//! The library at work, to look at: several processes change one balance, one of them is killed.
+//!
+//! ```text
+//! scripts/demo                    # starts a throwaway server and runs this
+//! scripts/demo --without-lock     # the same without the lock: updates are lost
+//! ```
+//!
+//! Each worker is a process of its own (this program starts itself again) and does the same job again
+//! and again: read the balance, think, write the balance plus one. The part to learn from is
+//! [`Worker::round`]; `show` starts the workers, kills one and draws.
+
+#![allow(clippy::print_stdout, clippy::print_stderr, reason = "an example talks")]
+
+mod show;
+
+use std::env;
+use std::error::Error;
+use std::fmt::Write as _;
+use std::io::{self, Write as _};
+use std::ops::RangeInclusive;
+use std::process::ExitCode;
+use std::thread;
+use std::time::Duration;
+
+use postgres::{Client, NoTls};
+use syncguard::{Backoff, LockOptions, PgLockClient};
+
+type Result<T, E = Box<dyn Error + Send + Sync>> = std::result::Result<T, E>;
+
+const HELP: &str = "\
+quickstart: several processes change one balance under a lock, one of them is killed
+
+    SYNCGUARD_URL=postgresql://user@host/database cargo run --example quickstart -- [OPTIONS]
+
+OPTIONS
+    --without-lock   the same job without the lock, to see updates get lost
+    --workers N      processes, 2 to 8 (default 4)
+    --rounds N       changes per process, 2 to 50 (default 5)
+    --ttl SECONDS    how long a lease lasts, 1 to 30 (default 2)
+    --help           this text
+
+It works in a schema of its own and drops it at the end. scripts/demo starts a server for it.";
+
+const NO_URL: &str = "\
+SYNCGUARD_URL is not set, so there is no PostgreSQL to work on.
+
+    scripts/demo                          starts a throwaway server and runs this program on it
+    SYNCGUARD_URL=postgresql://… cargo run --example quickstart
+                                          uses a server that you have";
+
+const KEY: &str = "demo:account:1";
+/// How long a worker thinks between its read and its write.
+const THINK: Duration = Duration::from_millis(90);
+/// The one that is killed, and in which of its rounds.
+const VICTIM: u32 = 2;
+const LAST_ROUND_OF_VICTIM: u32 = 2;
+/// After its expiry a lease still counts for one more second.
+const TOLERANCE: Duration = Duration::from_secs(1);
+
+#[derive(Clone, Debug)]
+struct Settings {
+    url: String,
+    schema: String,
+    with_lock: bool,
+    workers: u32,
+    rounds: u32,
+    ttl: Duration,
+    /// In a worker: which one.
+    worker: Option<u32>,
+}
+
+fn main() -> ExitCode {
+    let settings = match Settings::read(env::args().skip(1)) {
+        Ok(Some(settings)) => settings,
+        Ok(None) => {
+            println!("{HELP}");
+            return ExitCode::SUCCESS;
+        }
+        Err(error) => {
+            eprintln!("{error}");
+            return ExitCode::from(2);
+        }
+    };
+    let result = match settings.worker {
+        Some(number) => Worker::new(number, settings).and_then(|mut worker| worker.run()).map(|()| true),
+        None => show::run(&settings),
+    };
+    match result {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("quickstart: {error}{}", causes(&*error));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn causes(error: &dyn Error) -> String {
+    let mut text = String::new();
+    let mut next = error.source();
+    while let Some(cause) = next {
+        let _ = write!(text, ": {cause}");
+        next = cause.source();
+    }
+    text
+}
+
+impl Settings {
+    fn read(mut args: impl Iterator<Item = String>) -> Result<Option<Self>> {
+        let mut settings = Self {
+            url: String::new(),
+            schema: format!("syncguard_quickstart_{}", std::process::id()),
+            with_lock: true,
+            workers: 4,
+            rounds: 5,
+            ttl: Duration::from_secs(2),
+            worker: None,
+        };
+        while let Some(arg) = args.next() {
+            let mut value = || args.next().ok_or(format!("{arg} needs a value; see --help"));
+            match arg.as_str() {
+                "--help" | "-h" => return Ok(None),
+                "--without-lock" => settings.with_lock = false,
+                "--workers" => settings.workers = number(&arg, &value()?, 2..=8)?,
+                "--rounds" => settings.rounds = number(&arg, &value()?, 2..=50)?,
+                "--ttl" => settings.ttl = Duration::from_secs(number(&arg, &value()?, 1..=30)?.into()),
+                "--worker" => settings.worker = Some(number(&arg, &value()?, 1..=8)?),
+                "--schema" => settings.schema = value()?,
+                _ => return Err(format!("unknown option {arg}; see --help").into()),
+            }
+        }
+        settings.url = env::var("SYNCGUARD_URL").ok().filter(|url| !url.is_empty()).ok_or(NO_URL)?;
+        Ok(Some(settings))
+    }
+
+    fn table(&self) -> String {
+        format!("{}.account", self.schema)
+    }
+}
+
+fn number(name: &str, text: &str, allowed: RangeInclusive<u32>) -> Result<u32> {
+    match text.parse() {
+        Ok(n) if allowed.contains(&n) => Ok(n),
+        _ => {
+            Err(format!("{name} takes a number from {} to {}, not {text:?}", allowed.start(), allowed.end())
+                .into())
+        }
+    }
+}
+
+struct Worker {
+    number: u32,
+    settings: Settings,
+    locks: Option<PgLockClient>,
+    options: LockOptions,
+    database: Client,
+}
+
+impl Worker {
+    fn new(number: u32, settings: Settings) -> Result<Self> {
+        let locks = if settings.with_lock {
+            let builder = PgLockClient::builder().schema(&settings.schema).auto_create_tables(false);
+            Some(builder.connect(&settings.url)?)
+        } else {
+            None
+        };
+        // Short waits between attempts, so that the picture shows the lock and not the back-off.
+        let options = LockOptions::new()
+            .ttl(settings.ttl)
+            .wait_forever()
+            .retry_delay(Duration::from_millis(20))
+            .backoff(Backoff::Fixed);
+        let database = Client::connect(&settings.url, NoTls)?;
+        Ok(Self { number, settings, locks, options, database })
+    }
+
+    fn run(&mut self) -> Result<()> {
+        for round in 1..=self.settings.rounds {
+            if round == self.settings.rounds && self.number != VICTIM {
+                // The others keep a round for the time after the kill; the parent then closes this.
+                io::stdin().read_line(&mut String::new())?;
+            }
+            self.round(round)?;
+            thread::sleep(Duration::from_millis(15));
+        }
+        self.say("done")
+    }
+
+    /// Read, think, write. Without the lock two workers read the same balance, and one update is lost.
+    fn round(&mut self, round: u32) -> Result<()> {
+        let table = self.settings.table();
+        self.say("waits")?;
+        let guard = match &self.locks {
+            Some(locks) => Some(locks.lock_with(KEY, &self.options)?),
+            None => None,
+        };
+        match &guard {
+            Some(guard) => self.say(&format!("holds {}", guard.fence()))?,
+            None => self.say("works")?,
+        }
+
+        let balance: i64 = self.database.query_one(&format!("SELECT balance FROM {table}"), &[])?.get(0);
+        if self.number == VICTIM && round == LAST_ROUND_OF_VICTIM {
+            self.say("stuck")?;
+            // Here the parent kills this process. The limit is for a parent that is gone itself.
+            thread::sleep(Duration::from_secs(20));
+            return Err("nobody killed this worker".into());
+        }
+        thread::sleep(THINK);
+
+        let mut transaction = self.database.transaction()?;
+        if let Some(guard) = &guard {
+            // Nothing of this commits unless the lease is still ours.
+            guard.fence_transaction(&mut transaction)?;
+        }
+        transaction.execute(&format!("UPDATE {table} SET balance = $1"), &[&(balance + 1)])?;
+        transaction.commit()?;
+        self.say(&format!("wrote {balance} -> {}", balance + 1))?;
+
+        // Said before it is true: once it is true the next one speaks.
+        self.say("free")?;
+        if let Some(guard) = guard {
+            guard.release()?;
+        }
+        Ok(())
+    }
+
+    /// One line to the parent. All workers write to one pipe, so it reads them in the order they spoke.
+    fn say(&self, line: &str) -> Result<()> {
+        let mut out = io::stdout().lock();
+        out.write_all(format!("{} {line}\n", self.number).as_bytes())?;
+        Ok(out.flush()?)
+    }
+}
