@@ -29,7 +29,7 @@ use crate::leases::setup::ResolvedTables;
 use crate::model::fence::{FENCE_MAX, Fence};
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::model::lock_id::LockId;
-use crate::model::time::{TIME_TOLERANCE_MS, Ttl, deadline_after, is_live};
+use crate::model::time::{TIME_TOLERANCE_MS, TOLERANCE, Ttl, deadline_after, is_live};
 use crate::pg::Failure;
 use crate::pg::answers::{Answers, Row, int, malformed, required, text, version};
 use crate::pg::names::EQ;
@@ -148,9 +148,8 @@ impl<'a> Acquire<'a> {
     }
 
     fn unknown(&self, error: LockError, grace: Duration) -> LockError {
-        let tolerance = Duration::from_millis(TIME_TOLERANCE_MS.unsigned_abs());
         // A message that has reached the server may wait there for as long as its limits allow.
-        self.label(error).with_unknown_outcome(grace + self.ttl.get() + tolerance)
+        self.label(error).with_unknown_outcome(grace + self.ttl.get() + TOLERANCE)
     }
 
     fn grant_args(&self) -> [Arg<'_>; 5] {

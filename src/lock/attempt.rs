@@ -12,12 +12,12 @@ use crate::error::Result;
 use crate::lock::background;
 use crate::lock::engine::{Engine, Handle};
 use crate::lock::guard::LockGuard;
-use crate::lock::lease::{Lease, TOLERANCE, Terms};
+use crate::lock::lease::{Lease, Terms};
 use crate::lock::options::{Heartbeat, ResolvedOptions};
 use crate::lock::registry::GuardState;
 use crate::lock::release::change;
 use crate::model::lock_id::LockId;
-use crate::model::time::Moment;
+use crate::model::time::{Moment, TOLERANCE};
 use crate::sync::Mutex;
 
 /// One call of `lock` or `try_lock`: who asks, and for what.

@@ -27,7 +27,7 @@ use std::time::Duration;
 
 use crate::backend::{LostReason, Version};
 use crate::lock::options::Heartbeat;
-use crate::model::time::{Moment, TIME_TOLERANCE_MS};
+use crate::model::time::{Moment, TOLERANCE};
 
 /// What a lease starts from.
 #[derive(Clone, Copy)]
@@ -314,9 +314,6 @@ impl Lease {
         self.flights.iter().any(|flight| flight.kind == Kind::Renewal)
     }
 }
-
-/// How long after its expiry the server still counts a lease as live.
-pub(super) const TOLERANCE: Duration = Duration::from_millis(TIME_TOLERANCE_MS.unsigned_abs());
 
 #[cfg(test)]
 #[path = "lease_tests.rs"]

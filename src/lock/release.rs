@@ -5,10 +5,9 @@ use std::time::Duration;
 use crate::backend::{LockBackend, LostReason, ReleaseOutcome, RenewOutcome, Renewal};
 use crate::error::{ErrorCode, LockError, Result};
 use crate::lock::engine::Engine;
-use crate::lock::lease::TOLERANCE;
 use crate::lock::registry::PendingRelease;
 use crate::lock::report::ReleaseErrorContext;
-use crate::model::time::Moment;
+use crate::model::time::{Moment, TOLERANCE};
 use crate::threads::contained;
 
 /// What became of a lease that was to be let go.

@@ -7,7 +7,7 @@ use crate::error::{ErrorCode, LockError};
 use crate::memory::MemoryBackend;
 use crate::memory::fault::{Call, Kind, Stay};
 use crate::memory::store::Store;
-use crate::model::time::{Moment, TIME_TOLERANCE_MS, Ttl};
+use crate::model::time::{Moment, TOLERANCE, Ttl};
 
 impl MemoryBackend {
     /// One call from its arrival to its answer, with the faults that wait for it.
@@ -69,10 +69,9 @@ pub(super) enum Effect<'a> {
 impl Effect<'_> {
     /// How long it may last; nothing for a read.
     fn span(self, store: &Store, now: i64) -> Option<Duration> {
-        let tolerance = Duration::from_millis(TIME_TOLERANCE_MS.unsigned_abs());
         match self {
             Self::Read => None,
-            Self::Grant(ttl) => Some(ttl.get() + tolerance),
+            Self::Grant(ttl) => Some(ttl.get() + TOLERANCE),
             Self::Release(id) => {
                 Some(Duration::from_millis(u64::try_from(store.rest_ms(id, now)).unwrap_or(0)))
             }

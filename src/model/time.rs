@@ -16,6 +16,9 @@ use crate::sync::Mutex;
 /// Not configurable: clients that disagreed about it would let two holders in.
 pub const TIME_TOLERANCE_MS: i64 = 1000;
 
+/// The same as a duration.
+pub(crate) const TOLERANCE: Duration = Duration::from_millis(TIME_TOLERANCE_MS.unsigned_abs());
+
 /// The longest ttl that is accepted: 366 days. A lease that outlives its holder by more than that
 /// is a mistake, and the expiry stays far inside what PostgreSQL's timestamps can show.
 pub const MAX_TTL: Duration = Duration::from_secs(366 * 24 * 60 * 60);

@@ -11,6 +11,8 @@ use tokio::runtime::{Builder, Runtime};
 use crate::error::{ErrorCode, LockError, Result};
 use crate::threads::spawn;
 
+const NO_THREAD: &str = "the system gives no thread for a connection: raise the limit of threads (ulimit -u, the container's pids limit), or run fewer";
+
 /// Builds what the driver would build, twice, and starts a thread. Something else may still take
 /// what was found in the moment before the driver does.
 pub(crate) fn check() -> Result<()> {
@@ -22,12 +24,14 @@ pub(crate) fn check() -> Result<()> {
             cause,
         )
     })?);
-    spawn("syncguard-probe", || {}).map(drop).map_err(|cause| {
-        exhausted(
-            "the system gives no thread for a connection: raise the limit of threads (ulimit -u, the container's pids limit), or run fewer",
-            cause,
-        )
-    })
+    check_thread()
+}
+
+/// Starts a thread that does nothing, and waits for its end: the next one may need its place.
+pub(crate) fn check_thread() -> Result<()> {
+    let probe = spawn("syncguard-probe", || {}).map_err(|cause| exhausted(NO_THREAD, cause))?;
+    drop(probe.join());
+    Ok(())
 }
 
 fn exhausted(what: &'static str, cause: io::Error) -> LockError {

@@ -24,10 +24,11 @@ use crate::error::{ErrorCode, LockError, Result};
 use crate::pg::connect::{Connector, OpenedConnection};
 use crate::pg::error::out_of_time;
 use crate::pg::pool::{Canceller, Lent, NotLent, Pool};
+use crate::pg::resources;
 use crate::pg::statement::SessionState;
 use crate::pg::stream::StreamControl;
 use crate::sync::{Mutex, MutexGuard};
-use crate::threads::{contained, spawn};
+use crate::threads::contained;
 
 /// A connection that was idle for longer is closed instead of lent.
 const MAX_IDLE: Duration = Duration::from_secs(600);
@@ -254,19 +255,16 @@ impl Shared {
     }
 }
 
-/// The thread that r2d2 wants. It makes slots, and has nothing to do afterwards.
+/// The thread that r2d2 wants. It makes slots, and has nothing to do afterwards. (The crate panics where
+/// there is no thread: that is found out beforehand, as far as it can be.)
 fn pool_thread() -> Result<ScheduledThreadPool> {
-    let none = || {
-        LockError::new(ErrorCode::ServiceUnavailable).with_message(
-            "the system gave no thread for the pool of connections: nothing was sent, raise the limit of threads",
-        )
-    };
-    // It panics where there is none. So that is found out beforehand, as far as it can be.
-    let probe = spawn("syncguard-pool", || ());
-    drop(probe.map_err(|cause| none().with_source(cause))?.join());
+    resources::check_thread()?;
     let begin =
         || ScheduledThreadPool::builder().num_threads(1).thread_name_pattern("syncguard-pool").build();
-    contained(begin).ok_or_else(none)
+    contained(begin).ok_or_else(|| {
+        LockError::new(ErrorCode::ServiceUnavailable)
+            .with_message("the system gave no thread for the pool of connections: raise the limit of threads")
+    })
 }
 
 /// A connection of ours in use: out of its slot, if it has one.
