@@ -83,7 +83,7 @@ impl LockBackend for TableBackend {
     fn acquire(&self, key: &str, ttl: Duration, cancel: &CancelToken) -> Result<AcquireResult> {
         let lock_id = generate_lock_id()?;
         let deadline = self.clock().now().after(self.operation_timeout());
-        self.attempt(&Attempt { key, lock_id: &lock_id, ttl, deadline }, cancel)
+        self.attempt(&Attempt::new(key, &lock_id, ttl, deadline), cancel)
     }
 
     // Not the default: that would ignore the id, and an attempt must be idempotent by it (5).

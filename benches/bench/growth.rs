@@ -96,13 +96,12 @@ fn bloat(stage: &Stage, name: &str, parameters: &str) {
     let extend = |n: usize| {
         time(|| {
             for _ in 0..n {
-                let renewal = [Renewal {
-                    key: "hot",
-                    lock_id: &held.lock_id,
-                    fence: syncguard::Fence::new(1).unwrap(),
-                    version: None,
-                    ttl: Duration::from_secs(600),
-                }];
+                let renewal = [Renewal::new(
+                    "hot",
+                    &held.lock_id,
+                    syncguard::Fence::new(1).unwrap(),
+                    Duration::from_secs(600),
+                )];
                 let deadline = syncguard::backend::Clock::system().now().after(Duration::from_secs(5));
                 syncguard::LockBackend::renew(&client, &renewal, deadline);
             }

@@ -43,13 +43,7 @@ fn renewals(stage: &Stage, url: &str, figure: &str, goal: f64) {
         for chunk in leases.chunks(500) {
             let renewals: Vec<_> = chunk
                 .iter()
-                .map(|(key, lock_id)| Renewal {
-                    key,
-                    lock_id,
-                    fence: syncguard::Fence::new(1).unwrap(),
-                    version: None,
-                    ttl: TTL,
-                })
+                .map(|(key, lock_id)| Renewal::new(key, lock_id, syncguard::Fence::new(1).unwrap(), TTL))
                 .collect();
             let deadline = Clock::system().now().after(Duration::from_secs(5));
             assert!(LockBackend::renew(&client, &renewals, deadline).iter().all(Result::is_ok));

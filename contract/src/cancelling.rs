@@ -13,7 +13,7 @@ pub(crate) fn a_fired_token_aborts_each_operation_without_effect(bench: &Bench<'
     let (free, id) = (Bench::key(), Bench::id());
     let (backend, deadline) = (&*bench.backend, bench.deadline());
     let before = bench.raw(&key);
-    let attempt = Attempt { key: &free, lock_id: &id, ttl: TTL, deadline };
+    let attempt = Attempt::new(&free, &id, TTL, deadline);
     let errors: [LockError; 10] = [
         backend.acquire(&free, TTL, &token).unwrap_err(),
         backend.attempt(&attempt, &token).unwrap_err(),

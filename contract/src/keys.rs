@@ -57,9 +57,8 @@ pub(crate) fn what_cannot_be_a_key_is_refused_everywhere(bench: &Bench<'_>) {
     let marker = "MARKER".repeat(400);
     for key in ["", "a\0b", marker.as_str(), "e\u{301}".repeat(257).as_str()] {
         let deadline = bench.deadline();
-        let attempt = Attempt { key, lock_id: &id, ttl: TTL, deadline };
-        let renewal =
-            Renewal { key, lock_id: &id, fence: syncguard::Fence::new(1).unwrap(), version: None, ttl: TTL };
+        let attempt = Attempt::new(key, &id, TTL, deadline);
+        let renewal = Renewal::new(key, &id, syncguard::Fence::new(1).unwrap(), TTL);
         let errors: [LockError; 7] = [
             backend.acquire(key, TTL, &never).unwrap_err(),
             backend.attempt(&attempt, &never).unwrap_err(),
@@ -172,14 +171,8 @@ pub(crate) fn lock_ids_of_the_wrong_form_are_refused_everywhere(bench: &Bench<'_
     ];
     for id in &bad {
         let deadline = bench.deadline();
-        let attempt = Attempt { key: &key, lock_id: id, ttl: TTL, deadline };
-        let renewal = Renewal {
-            key: &key,
-            lock_id: id,
-            fence: syncguard::Fence::new(1).unwrap(),
-            version: None,
-            ttl: TTL,
-        };
+        let attempt = Attempt::new(&key, id, TTL, deadline);
+        let renewal = Renewal::new(&key, id, syncguard::Fence::new(1).unwrap(), TTL);
         let errors: [LockError; 8] = [
             backend.release(id, &never).unwrap_err(),
             backend.release_by(id, deadline).unwrap_err(),

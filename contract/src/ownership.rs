@@ -9,7 +9,7 @@ use syncguard::{CancelToken, Fence, validate_lock_id};
 use crate::bench::{Bench, LONG_EXPIRED_MS, TTL, is_or_unknown};
 
 fn attempt(bench: &Bench<'_>, key: &str, lock_id: &str) -> AcquireResult {
-    let attempt = Attempt { key, lock_id, ttl: TTL, deadline: bench.deadline() };
+    let attempt = Attempt::new(key, lock_id, TTL, bench.deadline());
     bench.backend.attempt(&attempt, &CancelToken::never()).unwrap()
 }
 
@@ -98,7 +98,7 @@ pub(crate) fn an_id_in_use_for_another_key_is_an_error_without_effect(bench: &Be
         if let Some(past) = age {
             bench.harness.age(&held_key, past);
         }
-        let clash = Attempt { key: &key, lock_id: &held.lock_id, ttl: TTL, deadline: bench.deadline() };
+        let clash = Attempt::new(&key, &held.lock_id, TTL, bench.deadline());
         assert!(bench.backend.attempt(&clash, &CancelToken::never()).is_err());
         assert!(!bench.is_locked(&key) && bench.counter(&key) == 0);
         assert!(bench.harness.has_row(&held_key));

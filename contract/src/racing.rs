@@ -52,7 +52,7 @@ pub(crate) fn one_attempt_made_many_times_at_once_is_one_grant(bench: &Bench<'_>
     for _ in 0..ROUNDS {
         let (key, id) = (Bench::key(), Bench::id());
         let grants = together(8, |_| {
-            let attempt = Attempt { key: &key, lock_id: &id, ttl: TTL, deadline: bench.deadline() };
+            let attempt = Attempt::new(&key, &id, TTL, bench.deadline());
             bench.backend.attempt(&attempt, &CancelToken::never()).unwrap()
         });
         assert!(

@@ -11,8 +11,7 @@ use crate::bench::{Bench, LONG_EXPIRED_MS, TTL};
 fn renew(bench: &Bench<'_>, leases: &[(&str, &str)], ttl: Duration) -> Vec<Result<RenewOutcome>> {
     // The first grant of its key each.
     let fence = Fence::new(1).unwrap();
-    let leases: Vec<_> =
-        leases.iter().map(|(key, lock_id)| Renewal { key, lock_id, fence, version: None, ttl }).collect();
+    let leases: Vec<_> = leases.iter().map(|(key, lock_id)| Renewal::new(key, lock_id, fence, ttl)).collect();
     bench.backend.renew(&leases, bench.deadline())
 }
 
@@ -43,10 +42,10 @@ fn change(bench: &Bench<'_>, alone: bool, lease: &Renewal<'_>) -> RenewOutcome {
 
 pub(crate) fn only_who_names_the_newest_version_shortens_a_lease(bench: &Bench<'_>) {
     let (key, id) = (Bench::key(), Bench::id());
-    let attempt = Attempt { key: &key, lock_id: &id, ttl: TTL, deadline: bench.deadline() };
+    let attempt = Attempt::new(&key, &id, TTL, bench.deadline());
     let grant = bench.backend.grant(&attempt, &CancelToken::never()).unwrap().expect("the key is free");
     let Some(first) = grant.version else { return }; // nothing can be late here
-    let lease = |version, ttl| Renewal { key: &key, lock_id: &id, fence: grant.acquired.fence, version, ttl };
+    let lease = |version, ttl| Renewal::new(&key, &id, grant.acquired.fence, ttl).with_version(version);
     let end = |outcome| match outcome {
         RenewOutcome::Renewed { expires_at_ms, version: Some(version) } => (expires_at_ms, version),
         other => panic!("{other:?}"),
@@ -73,16 +72,12 @@ pub(crate) fn only_who_names_the_newest_version_shortens_a_lease(bench: &Bench<'
 pub(crate) fn a_lease_granted_again_under_the_same_id_is_lost_to_its_old_holder(bench: &Bench<'_>) {
     for alone in [false, true] {
         let (key, id) = (Bench::key(), Bench::id());
-        let attempt = Attempt { key: &key, lock_id: &id, ttl: TTL, deadline: bench.deadline() };
+        let attempt = Attempt::new(&key, &id, TTL, bench.deadline());
         let first = bench.backend.grant(&attempt, &CancelToken::never()).unwrap().expect("the key is free");
         bench.harness.remove_row(&key);
         let second = bench.backend.grant(&attempt, &CancelToken::never()).unwrap().expect("the key is free");
-        let lease = |grant: &Grant, ttl| Renewal {
-            key: &key,
-            lock_id: &id,
-            fence: grant.acquired.fence,
-            version: grant.version,
-            ttl,
+        let lease = |grant: &Grant, ttl| {
+            Renewal::new(&key, &id, grant.acquired.fence, ttl).with_version(grant.version)
         };
         let lost = RenewOutcome::Lost(LostReason::TakenOver { fence: second.acquired.fence });
         assert_eq!(change(bench, alone, &lease(&first, TTL)), lost);
@@ -148,8 +143,7 @@ pub(crate) fn guards_calls_answer_like_the_plain_operations(bench: &Bench<'_>) {
     let (key, grant) = bench.held();
     let deadline = bench.deadline();
     assert!(bench.backend.holder(&key, deadline, &never).unwrap().is_some());
-    let renewal =
-        Renewal { key: &key, lock_id: &grant.lock_id, fence: grant.fence, version: None, ttl: TTL * 2 };
+    let renewal = Renewal::new(&key, &grant.lock_id, grant.fence, TTL * 2);
     let extended = bench.backend.prolong(&renewal, deadline).unwrap();
     let expires_at_ms = bench.by_key(&key).unwrap().expires_at_ms;
     assert!(matches!(extended, RenewOutcome::Renewed { expires_at_ms: at, .. } if at == expires_at_ms));

@@ -29,8 +29,7 @@ pub(crate) fn a_lease_is_live_until_the_tolerance_is_over(bench: &Bench<'_>) {
     age();
     assert!(bench.extend(id).is_some());
     age();
-    let renewal =
-        Renewal { key: &key, lock_id: id, fence: syncguard::Fence::new(1).unwrap(), version: None, ttl: TTL };
+    let renewal = Renewal::new(&key, id, syncguard::Fence::new(1).unwrap(), TTL);
     let renewed = bench.backend.renew(&[renewal], bench.deadline()).remove(0).unwrap();
     assert!(matches!(renewed, RenewOutcome::Renewed { .. }), "{renewed:?}");
     age();
@@ -50,8 +49,7 @@ pub(crate) fn a_lease_is_dead_after_the_tolerance(bench: &Bench<'_>) {
         ExtendOutcome::NotHeld(reason) => assert!(is_or_unknown(reason, Reason::Expired), "{reason:?}"),
         other => panic!("{other:?}: an expired lease was extended"),
     }
-    let renewal =
-        Renewal { key: &key, lock_id: id, fence: syncguard::Fence::new(1).unwrap(), version: None, ttl: TTL };
+    let renewal = Renewal::new(&key, id, syncguard::Fence::new(1).unwrap(), TTL);
     let renewed = bench.backend.renew(&[renewal], bench.deadline()).remove(0).unwrap();
     assert_eq!(renewed, RenewOutcome::Lost(LostReason::Expired));
     match bench.backend.release(id, &never).unwrap() {
@@ -86,13 +84,7 @@ pub(crate) fn the_expiry_that_is_returned_is_the_one_that_is_stored(bench: &Benc
         let extended = bench.extend_to(&grant.lock_id, Duration::from_secs(seconds)).unwrap();
         assert_eq!(stored(), extended);
     }
-    let renewal = Renewal {
-        key: &key,
-        lock_id: &grant.lock_id,
-        fence: syncguard::Fence::new(1).unwrap(),
-        version: None,
-        ttl: TTL,
-    };
+    let renewal = Renewal::new(&key, &grant.lock_id, syncguard::Fence::new(1).unwrap(), TTL);
     let renewed = bench.backend.renew(&[renewal], bench.deadline()).remove(0).unwrap();
     let RenewOutcome::Renewed { expires_at_ms, .. } = renewed else { panic!("it is live: {renewed:?}") };
     assert_eq!(expires_at_ms, stored());
@@ -112,14 +104,8 @@ pub(crate) fn a_ttl_that_is_too_short_or_too_long_is_refused_and_changes_nothing
     ];
     for ttl in bad {
         let deadline = bench.deadline();
-        let attempt = Attempt { key: &free_key, lock_id: &id, ttl, deadline };
-        let renewal = Renewal {
-            key: &held_key,
-            lock_id: &held.lock_id,
-            fence: syncguard::Fence::new(1).unwrap(),
-            version: None,
-            ttl,
-        };
+        let attempt = Attempt::new(&free_key, &id, ttl, deadline);
+        let renewal = Renewal::new(&held_key, &held.lock_id, syncguard::Fence::new(1).unwrap(), ttl);
         let codes = [
             bench.backend.acquire(&free_key, ttl, &never).unwrap_err().code(),
             bench.backend.attempt(&attempt, &never).unwrap_err().code(),
@@ -157,14 +143,8 @@ pub(crate) fn a_deadline_that_is_over_ends_each_call_without_effect(bench: &Benc
     let (held_key, held) = bench.held();
     let (free_key, id) = (Bench::key(), Bench::id());
     let over = bench.backend.clock().now();
-    let attempt = Attempt { key: &free_key, lock_id: &id, ttl: TTL, deadline: over };
-    let renewal = Renewal {
-        key: &held_key,
-        lock_id: &held.lock_id,
-        fence: syncguard::Fence::new(1).unwrap(),
-        version: None,
-        ttl: TTL * 2,
-    };
+    let attempt = Attempt::new(&free_key, &id, TTL, over);
+    let renewal = Renewal::new(&held_key, &held.lock_id, syncguard::Fence::new(1).unwrap(), TTL * 2);
     let errors = [
         bench.backend.attempt(&attempt, &never).unwrap_err(),
         bench.backend.holder(&held_key, over, &never).unwrap_err(),

@@ -9,6 +9,7 @@ use crate::model::time::Moment;
 
 /// One attempt to take a key, with everything chosen before the first byte is sent.
 #[derive(Clone, Copy)]
+#[non_exhaustive]
 pub struct Attempt<'a> {
     /// The key.
     pub key: &'a str,
@@ -18,6 +19,14 @@ pub struct Attempt<'a> {
     pub ttl: Duration,
     /// When the attempt must have returned.
     pub deadline: Moment,
+}
+
+impl<'a> Attempt<'a> {
+    /// An attempt to take `key` under this id.
+    #[must_use]
+    pub const fn new(key: &'a str, lock_id: &'a str, ttl: Duration, deadline: Moment) -> Self {
+        Self { key, lock_id, ttl, deadline }
+    }
 }
 
 impl fmt::Debug for Attempt<'_> {
@@ -51,11 +60,20 @@ impl Version {
 
 /// A grant, as a guard begins with it.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Grant {
     /// The lease.
     pub acquired: Acquired,
     /// Its version; `None` from a backend that has none.
     pub version: Option<Version>,
+}
+
+impl Grant {
+    /// A grant of a backend that has versions, or of one that has none.
+    #[must_use]
+    pub const fn new(acquired: Acquired, version: Option<Version>) -> Self {
+        Self { acquired, version }
+    }
 }
 
 impl From<Option<Grant>> for AcquireResult {
@@ -66,6 +84,7 @@ impl From<Option<Grant>> for AcquireResult {
 
 /// One lease in a guard's care that is to be renewed.
 #[derive(Clone, Copy)]
+#[non_exhaustive]
 pub struct Renewal<'a> {
     /// The key, to tell who has taken a lost lease over.
     pub key: &'a str,
@@ -77,6 +96,21 @@ pub struct Renewal<'a> {
     pub version: Option<Version>,
     /// Its new time to live.
     pub ttl: Duration,
+}
+
+impl<'a> Renewal<'a> {
+    /// The renewal of a lease of which no version is known.
+    #[must_use]
+    pub const fn new(key: &'a str, lock_id: &'a str, fence: Fence, ttl: Duration) -> Self {
+        Self { key, lock_id, fence, version: None, ttl }
+    }
+
+    /// The same, as a change of this version.
+    #[must_use]
+    pub const fn with_version(mut self, version: Option<Version>) -> Self {
+        self.version = version;
+        self
+    }
 }
 
 impl fmt::Debug for Renewal<'_> {

@@ -24,8 +24,8 @@ pub enum Call {
     Renew,
     /// `is_locked`.
     IsLocked,
-    /// `peek`: what a waiter asks before it tries again.
-    Peek,
+    /// `holder`: what a waiter asks before it tries again.
+    Holder,
     /// `lookup` and `lookup_raw`.
     Lookup,
 }
@@ -33,7 +33,7 @@ pub enum Call {
 impl Call {
     /// All of them.
     pub const ALL: [Self; 7] =
-        [Self::Acquire, Self::Release, Self::Extend, Self::Renew, Self::IsLocked, Self::Peek, Self::Lookup];
+        [Self::Acquire, Self::Release, Self::Extend, Self::Renew, Self::IsLocked, Self::Holder, Self::Lookup];
 }
 
 /// How one call fails. An [`ErrorCode`] alone stands for [`Fault::error`].

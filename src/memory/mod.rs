@@ -334,7 +334,7 @@ impl LockBackend for MemoryBackend {
     }
 
     fn holder(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<Option<Holder>> {
-        self.look(Call::Peek, key, deadline, cancel)
+        self.look(Call::Holder, key, deadline, cancel)
     }
 
     fn release_by(&self, lock_id: &str, deadline: Moment) -> Result<ReleaseOutcome> {

@@ -88,13 +88,7 @@ fn every_operation_judges_to_the_millisecond_with_the_time_rounded_down() {
             assert_eq!(extended, expected, "{what}");
 
             let lock_id = again();
-            let renewal = Renewal {
-                key,
-                lock_id: &lock_id,
-                fence: syncguard::Fence::new(7).unwrap(),
-                version: None,
-                ttl: TTL,
-            };
+            let renewal = Renewal::new(key, &lock_id, syncguard::Fence::new(7).unwrap(), TTL);
             let deadline = Clock::system().now().after(Duration::from_secs(60));
             let renewed = client.renew(&[renewal], deadline).remove(0).unwrap();
             let expected = if live {

@@ -239,20 +239,8 @@ fn a_change_whose_answer_is_lost_is_an_unknown_outcome_everywhere() {
     let before = [place.stored.row(&a).unwrap(), place.stored.row(&b).unwrap()];
     let (lease_a, lease_b) = (id("a"), id("b"));
     let leases = [
-        Renewal {
-            key: &a,
-            lock_id: &lease_a,
-            fence: syncguard::Fence::new(1).unwrap(),
-            version: None,
-            ttl: TTL * 2,
-        },
-        Renewal {
-            key: &b,
-            lock_id: &lease_b,
-            fence: syncguard::Fence::new(1).unwrap(),
-            version: None,
-            ttl: TTL * 3,
-        },
+        Renewal::new(&a, &lease_a, syncguard::Fence::new(1).unwrap(), TTL * 2),
+        Renewal::new(&b, &lease_b, syncguard::Fence::new(1).unwrap(), TTL * 3),
     ];
     let deadline = Clock::system().now().after(LIMIT);
     assert!(client.renew(&leases, deadline).iter().all(Result::is_ok));

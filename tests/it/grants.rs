@@ -195,7 +195,8 @@ fn holders_parts(stage: &Stage) -> Vec<Part<'_>> {
             Box::new(move |client| {
                 stored.write("k", &id("mine"), 30_000, 7);
                 let deadline = Clock::system().now().after(LIMIT);
-                let attempt = Attempt { key: "k", ttl: TTL, lock_id: &id("mine"), deadline };
+                let mine = id("mine");
+                let attempt = Attempt::new("k", &mine, TTL, deadline);
                 client.attempt(&attempt, &one).map(|answer| assert!(answer.acquired().is_some()))
             }),
         ));
@@ -231,13 +232,8 @@ fn holders_parts(stage: &Stage) -> Vec<Part<'_>> {
         "renew",
         Box::new(move |client| {
             stored.write("k", &id("mine"), 30_000, 7);
-            let renewal = Renewal {
-                key: "k",
-                lock_id: &id("mine"),
-                fence: syncguard::Fence::new(1).unwrap(),
-                version: None,
-                ttl: TTL,
-            };
+            let mine = id("mine");
+            let renewal = Renewal::new("k", &mine, syncguard::Fence::new(1).unwrap(), TTL);
             client.renew(&[renewal], Clock::system().now().after(LIMIT)).remove(0).map(drop)
         }),
     ));

@@ -162,15 +162,9 @@ fn rows_that_nobody_should_have_written_are_an_error_and_never_a_panic() {
             .execute("UPDATE syncguard_locks SET fence = $2 WHERE key = $1", &[&key, fence])
             .unwrap();
         let deadline = Clock::system().now().after(LIMIT);
-        let attempt = Attempt { key: &key, lock_id: &mine, ttl: TTL, deadline };
+        let attempt = Attempt::new(&key, &mine, TTL, deadline);
         let other = id("nobody");
-        let renewal = Renewal {
-            key: &key,
-            lock_id: &other,
-            fence: syncguard::Fence::new(1).unwrap(),
-            version: None,
-            ttl: TTL,
-        };
+        let renewal = Renewal::new(&key, &other, syncguard::Fence::new(1).unwrap(), TTL);
         for two in FORMS {
             let codes = [
                 LockBackend::lookup(client, Lookup::Key(&key), &token(two)).unwrap_err().code(),
@@ -180,13 +174,7 @@ fn rows_that_nobody_should_have_written_are_an_error_and_never_a_panic() {
                 client.operator().holders(10).unwrap_err().code(),
             ];
             assert_eq!(codes, [ErrorCode::Internal; 5], "{fence:?}");
-            let healthy = Renewal {
-                key: &healthy,
-                lock_id: &healthy_id,
-                fence: syncguard::Fence::new(7).unwrap(),
-                version: None,
-                ttl: TTL,
-            };
+            let healthy = Renewal::new(&healthy, &healthy_id, syncguard::Fence::new(7).unwrap(), TTL);
             for batch in [[healthy, renewal], [renewal, healthy]] {
                 let outcomes = client.renew(&batch, deadline);
                 let renewed = outcomes.iter().filter(|o| matches!(o, Ok(RenewOutcome::Renewed { .. })));

@@ -90,7 +90,7 @@ fn perform(
         Kind::Acquire => {
             let ours = id("ours");
             let deadline = Clock::system().now().after(LIMIT);
-            let attempt = Attempt { key, lock_id: &ours, ttl: TTL, deadline };
+            let attempt = Attempt::new(key, &ours, TTL, deadline);
             client.attempt(&attempt, &token)?.acquired().is_some()
         }
         Kind::Extend => {

@@ -115,7 +115,7 @@ fn an_attempt_that_cannot_confirm_its_own_row_is_an_error() {
         let (key, lock_id) = (place.key(if two_messages { "two" } else { "one" }), id("mine"));
         let deadline = Clock::system().now().after(TTL);
         let attempt = || {
-            let attempt = Attempt { key: &key, lock_id: &lock_id, ttl: TTL, deadline };
+            let attempt = Attempt::new(&key, &lock_id, TTL, deadline);
             LockBackend::attempt(&place.client, &attempt, &token(two_messages))
         };
         assert!(attempt().unwrap().acquired().is_some());
@@ -153,8 +153,7 @@ fn an_extend_or_renewal_that_is_swallowed_is_an_error_and_the_lease_keeps_its_en
                 longer,
                 &token(two_messages),
             ));
-            let renewal =
-                Renewal { key: "k", lock_id: &grant.lock_id, fence: grant.fence, ttl: longer, version: None };
+            let renewal = Renewal::new("k", &grant.lock_id, grant.fence, longer);
             let deadline = Clock::system().now().after(crate::support::LIMIT);
             let answer = LockBackend::renew(&place.client, &[renewal], deadline).remove(0);
             says_what_is_in_the_way(answer);

@@ -110,14 +110,8 @@ fn no_public_type_shows_a_key_a_lock_id_or_a_password() {
         shown.debug("LockInfoRaw", &client.lookup_raw(lookup, &CancelToken::never()).unwrap());
     }
     let deadline = Clock::system().now().after(LIMIT);
-    shown.debug("Attempt", &Attempt { key: KEY, ttl: TTL, lock_id: &grant.lock_id, deadline });
-    let renewal = Renewal {
-        key: KEY,
-        lock_id: &grant.lock_id,
-        fence: syncguard::Fence::new(1).unwrap(),
-        version: None,
-        ttl: TTL,
-    };
+    shown.debug("Attempt", &Attempt::new(KEY, &grant.lock_id, TTL, deadline));
+    let renewal = Renewal::new(KEY, &grant.lock_id, syncguard::Fence::new(1).unwrap(), TTL);
     shown.debug("Renewal", &renewal);
     shown.debug("RenewOutcome", &client.renew(&[renewal], deadline));
     shown.debug("ExtendResult", &client.extend(&grant.lock_id, TTL).unwrap());

@@ -97,6 +97,37 @@ fn every_public_enum_may_grow_but_for_complete_answers() {
     assert_eq!(sample("#[non_exhaustive]\npub enum ExtendResult {\n}\n"), 1);
 }
 
+/// The public structs of a text that another crate may build field by field, so that none can be added.
+fn with_open_fields(text: &str) -> Vec<String> {
+    let lines: Vec<&str> = text.lines().collect();
+    let mut found = Vec::new();
+    for (n, line) in lines.iter().enumerate() {
+        let Some(rest) = line.strip_prefix("pub struct ").filter(|rest| rest.ends_with('{')) else {
+            continue;
+        };
+        let may_grow = lines[..n].iter().rev().take_while(|line| line.starts_with("#["));
+        let may_grow = may_grow.copied().any(|line| line == "#[non_exhaustive]");
+        let fields = lines[n + 1..].iter().take_while(|line| **line != "}").map(|line| line.trim_start());
+        let mut fields = fields.filter(|line| !line.starts_with("//") && !line.starts_with("#["));
+        if !may_grow && fields.all(|field| field.starts_with("pub ")) {
+            found.push(rest.split([' ', '<']).next().unwrap_or_default().to_owned());
+        }
+    }
+    found
+}
+
+#[test]
+fn public_fields_are_those_of_answers_that_may_grow() {
+    let sources = read_all(top(), "src").into_iter();
+    let text = |source: Source| fs::read_to_string(top().join(source.file)).expect("it was just read");
+    let open: Vec<String> = sources.flat_map(|source| with_open_fields(&text(source))).collect();
+    // Its fields are fixed: programs take it apart.
+    assert_eq!(open, ["Acquired"]);
+    assert_eq!(with_open_fields("pub struct A {\n    /// One.\n    pub b: u8,\n}\n"), ["A"]);
+    assert!(with_open_fields("#[non_exhaustive]\npub struct A {\n    pub b: u8,\n}\n").is_empty());
+    assert!(with_open_fields("pub struct A {\n    pub b: u8,\n    c: u8,\n}\n").is_empty());
+}
+
 /// What only authors of a backend need: in `syncguard::backend`, and nowhere else.
 const FOR_BACKENDS: [&str; 15] = [
     "Attempt",

@@ -25,12 +25,7 @@ fn acquire(backend: &MemoryBackend, key: &str) -> String {
 
 fn renew(backend: &MemoryBackend, key: &str, lock_id: &str) -> syncguard::Result<RenewOutcome> {
     let deadline = backend.clock().now().after(backend.operation_timeout());
-    backend
-        .renew(
-            &[Renewal { key, lock_id, fence: syncguard::Fence::new(1).unwrap(), version: None, ttl: TTL }],
-            deadline,
-        )
-        .remove(0)
+    backend.renew(&[Renewal::new(key, lock_id, syncguard::Fence::new(1).unwrap(), TTL)], deadline).remove(0)
 }
 
 #[test]
@@ -175,12 +170,8 @@ fn faults_hit_the_calls_they_were_ordered_for() {
 #[test]
 fn a_lost_answer_leaves_the_work_done_and_a_lost_request_does_not() {
     let backend = MemoryBackend::manual();
-    let attempt = |id| {
-        backend.attempt(
-            &Attempt { key: "k", lock_id: id, ttl: TTL, deadline: syncguard::backend::Moment::NEVER },
-            &never(),
-        )
-    };
+    let attempt =
+        |id| backend.attempt(&Attempt::new("k", id, TTL, syncguard::backend::Moment::NEVER), &never());
     backend.fail_next(Call::Acquire, Fault::lost_request(ErrorCode::NetworkTimeout));
     let error = attempt(ID).unwrap_err();
     assert_eq!(error.may_be_held_for(), Some(TTL + Duration::from_secs(1)));

@@ -132,26 +132,14 @@ fn the_calls_of_guards_are_reported_like_the_operations_they_stand_for() {
     let (backend, events) = watched(|options| options);
     let deadline = backend.clock().now().after(TTL);
     let id = "BBBBBBBBBBBBBBBBBBBBBB";
-    let attempt = Attempt { key: "k", lock_id: id, ttl: TTL, deadline };
+    let attempt = Attempt::new("k", id, TTL, deadline);
     let _ = backend.attempt(&attempt, &never()).unwrap();
     assert_eq!(next(&events).operation, Operation::Acquire);
 
     let leases = [
-        Renewal { key: "k", lock_id: id, fence: syncguard::Fence::new(1).unwrap(), version: None, ttl: TTL },
-        Renewal {
-            key: "gone",
-            lock_id: UNKNOWN_ID,
-            fence: syncguard::Fence::new(1).unwrap(),
-            version: None,
-            ttl: TTL,
-        },
-        Renewal {
-            key: "bad",
-            lock_id: "no id",
-            fence: syncguard::Fence::new(1).unwrap(),
-            version: None,
-            ttl: TTL,
-        },
+        Renewal::new("k", id, syncguard::Fence::new(1).unwrap(), TTL),
+        Renewal::new("gone", UNKNOWN_ID, syncguard::Fence::new(1).unwrap(), TTL),
+        Renewal::new("bad", "no id", syncguard::Fence::new(1).unwrap(), TTL),
     ];
     assert_eq!(backend.renew(&leases, deadline).len(), 3);
     let renewed = next(&events);

@@ -55,7 +55,7 @@ fn round_trip(place: &Place, client: &PgLockClient, key: &str) {
         let found = client.lookup_raw(Lookup::Key(key), &token).unwrap().unwrap();
         assert_eq!((&found.key, found.fence), (&normal, grant.fence));
         assert_eq!(client.lookup_raw(Lookup::LockId(&grant.lock_id), &token).unwrap(), Some(found));
-        let renewal = Renewal { key, lock_id: &grant.lock_id, fence: grant.fence, version: None, ttl: TTL };
+        let renewal = Renewal::new(key, &grant.lock_id, grant.fence, TTL);
         let renewed = client.renew(&[renewal], Clock::system().now().after(LIMIT)).remove(0).unwrap();
         assert!(matches!(renewed, RenewOutcome::Renewed { .. }));
         let mut caller = place.stored.client();

@@ -110,7 +110,7 @@ fn answer(client: &PgLockClient, kind: Kind, key: &str, token: &CancelToken) -> 
     match kind {
         Kind::Acquire => {
             let deadline = Clock::system().now().after(LIMIT);
-            let attempt = Attempt { key, lock_id: &mine, ttl: TTL, deadline };
+            let attempt = Attempt::new(key, &mine, TTL, deadline);
             client.attempt(&attempt, token).map(|answer| format!("{:?}", answer.fence()))
         }
         Kind::Extend => LockBackend::extend(client, &mine, TTL, token).map(|answer| match answer {

@@ -58,7 +58,7 @@ pub(crate) enum Step {
         key: usize,
         form: Form,
     },
-    Peek {
+    Holder {
         key: usize,
         form: Form,
     },
@@ -134,7 +134,7 @@ pub(crate) fn history() -> impl Strategy<Value = Vec<Step>> {
         1 => ids().prop_map(|id| Step::ReleaseBy { id }),
         4 => (ids(), ttls(), forms()).prop_map(|(id, ttl, form)| Step::Extend { id, ttl, form }),
         1 => (keys(), forms()).prop_map(|(key, form)| Step::IsLocked { key, form }),
-        1 => (keys(), forms()).prop_map(|(key, form)| Step::Peek { key, form }),
+        1 => (keys(), forms()).prop_map(|(key, form)| Step::Holder { key, form }),
         1 => (keys(), forms()).prop_map(|(key, form)| Step::LookupKey { key, form }),
         1 => (ids(), forms()).prop_map(|(id, form)| Step::LookupId { id, form }),
         2 => (prop::array::uniform3(prop::option::weighted(0.7, clients())), ttls())

@@ -147,9 +147,9 @@ impl<'a> World<'a> {
                     (backend.is_locked(&key, &token).map_err(|error| code(&error)), None)
                 })
             }
-            Step::Peek { key, form } => {
+            Step::Holder { key, form } => {
                 let (key, token) = (self.names.keys[key].clone(), self.token(form));
-                self.both("peek", |backend| {
+                self.both("holder", |backend| {
                     let seen = backend.holder(&key, Moment::NEVER, &token);
                     (seen.map(|holder| holder.is_some()).map_err(|error| code(&error)), None)
                 })
@@ -252,14 +252,14 @@ impl<'a> World<'a> {
             Ok(AcquireResult::Acquired(_)) => self.names.chosen[key].clone(),
             _ => id('n', self.names.case, key, 0, 0),
         };
-        let attempt = Attempt { key: &name, lock_id: &lock_id, ttl: length(ttl), deadline: Moment::NEVER };
+        let attempt = Attempt::new(&name, &lock_id, length(ttl), Moment::NEVER);
         let expected = self.model.attempt(&attempt, &token);
         self.same("acquire", &acquired(expected), &acquired(answer))
     }
 
     fn attempt(&mut self, key: usize, lock_id: &str, ttl: usize, form: Form) -> Result<(), Stop> {
         let (key, token) = (self.names.keys[key].clone(), self.token(form));
-        let attempt = Attempt { key: &key, lock_id, ttl: length(ttl), deadline: Moment::NEVER };
+        let attempt = Attempt::new(&key, lock_id, length(ttl), Moment::NEVER);
         self.both("attempt", |backend| acquired(backend.attempt(&attempt, &token)))
     }
 
@@ -293,7 +293,7 @@ impl<'a> World<'a> {
                 let found = self.model.lookup(Lookup::LockId(lock_id), &CancelToken::never());
                 let fence =
                     found.ok().flatten().map_or(syncguard::Fence::new(1).unwrap(), |found| found.fence);
-                Renewal { key: &self.names.keys[*key], lock_id, fence, version: None, ttl: length(ttl) }
+                Renewal::new(&self.names.keys[*key], lock_id, fence, length(ttl))
             })
             .collect();
         let expected = self.model.renew(&leases, Moment::NEVER);

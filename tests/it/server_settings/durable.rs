@@ -73,13 +73,12 @@ fn a_grant_and_an_extension_are_durable_and_a_release_need_not_be() {
                 "extend, {level}, {two}"
             );
             let deadline = syncguard::backend::Clock::system().now().after(LIMIT);
-            let renewal = syncguard::backend::Renewal {
-                key: &key,
-                lock_id: &grant.lock_id,
-                fence: syncguard::Fence::new(1).unwrap(),
-                version: None,
-                ttl: TTL,
-            };
+            let renewal = syncguard::backend::Renewal::new(
+                &key,
+                &grant.lock_id,
+                syncguard::Fence::new(1).unwrap(),
+                TTL,
+            );
             client.renew(&[renewal], deadline).remove(0).unwrap();
             assert_eq!(
                 commits(&place),
@@ -101,7 +100,7 @@ fn an_attempt_that_is_asked_for_again_commits_as_durably() {
     let client = role.connect(PgLockClient::builder()).unwrap();
     let (key, id) = (place.key("a"), crate::support::id("mine"));
     let deadline = syncguard::backend::Clock::system().now().after(LIMIT);
-    let attempt = syncguard::backend::Attempt { key: &key, lock_id: &id, ttl: TTL, deadline };
+    let attempt = syncguard::backend::Attempt::new(&key, &id, TTL, deadline);
     let first = client.attempt(&attempt, &token(false)).unwrap();
     commits(&place);
     for two in FORMS {

@@ -134,13 +134,8 @@ fn a_plan_from_when_the_table_was_tiny_does_not_become_a_sequential_scan() {
             LockBackend::lookup(client, Lookup::LockId(&held.lock_id), &token).unwrap().unwrap();
             LockBackend::extend(client, &held.lock_id, TTL, &token).unwrap();
             let deadline = syncguard::backend::Clock::system().now().after(LIMIT);
-            let renewal = syncguard::backend::Renewal {
-                key,
-                lock_id: &held.lock_id,
-                fence: syncguard::Fence::new(1).unwrap(),
-                version: None,
-                ttl: TTL,
-            };
+            let renewal =
+                syncguard::backend::Renewal::new(key, &held.lock_id, syncguard::Fence::new(1).unwrap(), TTL);
             client.renew(&[renewal], deadline).remove(0).unwrap();
             LockBackend::release(client, &held.lock_id, &token).unwrap();
         }
