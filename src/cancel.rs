@@ -235,7 +235,7 @@ impl Subscription {
     }
 
     fn take(&self) -> bool {
-        // The hook is dropped after the mutex is free: its captures are foreign code.
+        // The hook is dropped after the mutex is free: its captures are user code.
         let hook = self.node.hooks.lock().list.remove(&self.id);
         hook.is_some()
     }

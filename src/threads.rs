@@ -1,4 +1,4 @@
-//! Threads: ours, which have a name and survive foreign code, and those of others on which the driver
+//! Threads: ours, which have a name and survive user code, and those of others on which the driver
 //! must not be used.
 //!
 //! The driver blocks on a runtime of its own. It panics where another async runtime runs on the
@@ -17,11 +17,11 @@ use crate::sync::Mutex;
 
 /// Starts a thread with a name. A panic in it ends there.
 pub(crate) fn spawn(name: &str, call: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
-    Builder::new().name(name.to_owned()).spawn(move || quietly(call))
+    Builder::new().name(name.to_owned()).spawn(move || ignore_panic(call))
 }
 
-/// Runs foreign code, or a backend's. `None` if it panicked. (The panic hook has already told it.)
-pub(crate) fn contained<R>(call: impl FnOnce() -> R) -> Option<R> {
+/// Runs user code, or a backend's. `None` if it panicked. (The panic hook has already told it.)
+pub(crate) fn catch_panic<R>(call: impl FnOnce() -> R) -> Option<R> {
     match catch_unwind(AssertUnwindSafe(call)) {
         Ok(value) => Some(value),
         Err(payload) => {
@@ -33,15 +33,15 @@ pub(crate) fn contained<R>(call: impl FnOnce() -> R) -> Option<R> {
 }
 
 /// The same where nothing comes back.
-pub(crate) fn quietly(call: impl FnOnce()) {
-    let _ = contained(call);
+pub(crate) fn ignore_panic(call: impl FnOnce()) {
+    let _ = catch_panic(call);
 }
 
 /// Whether the driver must not be used, or dropped, on this thread.
 ///
 /// Also true on Tokio's blocking threads, where it would be legal: a detour only costs a thread.
-pub(crate) fn not_here() -> bool {
-    in_runtime() || locals_gone()
+pub(crate) fn driver_unusable() -> bool {
+    in_runtime() || thread_locals_gone()
 }
 
 /// Whether this thread is inside an async runtime.
@@ -50,23 +50,23 @@ pub(crate) fn in_runtime() -> bool {
 }
 
 /// Whether this thread's thread-locals are gone: those that the driver needs.
-pub(crate) fn locals_gone() -> bool {
+pub(crate) fn thread_locals_gone() -> bool {
     Handle::try_current().is_err_and(|error| error.is_thread_local_destroyed())
 }
 
 /// Drops a value that holds the driver: here where that is legal, else on a thread of its own. Where
 /// the system gives no thread the value is leaked, with its socket.
-pub(crate) fn drop_legally<T: Send + 'static>(value: T) {
-    if not_here() {
-        hand_over(value, drop);
+pub(crate) fn drop_where_allowed<T: Send + 'static>(value: T) {
+    if driver_unusable() {
+        run_detached(value, drop);
     } else {
-        quietly(move || drop(value));
+        ignore_panic(move || drop(value));
     }
 }
 
 /// Leaves something to a thread of its own, without waiting for it. Leaks the value where the system
 /// gives no thread.
-pub(crate) fn hand_over<T: Send + 'static>(value: T, call: impl FnOnce(T) + Send + 'static) {
+pub(crate) fn run_detached<T: Send + 'static>(value: T, call: impl FnOnce(T) + Send + 'static) {
     let slot = Arc::new(Mutex::new(Some(value)));
     let there = Arc::clone(&slot);
     let spawned = spawn("syncguard-close", move || {
@@ -81,19 +81,19 @@ pub(crate) fn hand_over<T: Send + 'static>(value: T, call: impl FnOnce(T) + Send
 
 /// Runs something on a thread of its own and waits for it, for a caller whose thread-locals are gone.
 /// `None` if it panicked, or if the system gave no thread.
-pub(crate) fn elsewhere<R: Send>(call: impl FnOnce() -> R + Send) -> Option<R> {
+pub(crate) fn run_on_own_thread<R: Send>(call: impl FnOnce() -> R + Send) -> Option<R> {
     std::thread::scope(|scope| {
         let thread = Builder::new().name("syncguard-close".to_owned());
         // Joined here: the scope's own wait would need the thread-locals.
-        thread.spawn_scoped(scope, || contained(call)).ok()?.join().ok().flatten()
+        thread.spawn_scoped(scope, || catch_panic(call)).ok()?.join().ok().flatten()
     })
 }
 
-/// Somebody else's value, mostly a callback with what it captured. Its drop is foreign code as well,
+/// A value of the caller's, mostly a callback with what it captured. Its drop is user code as well,
 /// and its panic ends here.
-pub(crate) struct Foreign<T>(Option<T>);
+pub(crate) struct UserValue<T>(Option<T>);
 
-impl<T> Foreign<T> {
+impl<T> UserValue<T> {
     pub(crate) fn new(value: T) -> Self {
         Self(Some(value))
     }
@@ -103,15 +103,15 @@ impl<T> Foreign<T> {
     }
 }
 
-impl<T: Clone> Clone for Foreign<T> {
+impl<T: Clone> Clone for UserValue<T> {
     fn clone(&self) -> Self {
         Self(self.0.clone())
     }
 }
 
-impl<T> Drop for Foreign<T> {
+impl<T> Drop for UserValue<T> {
     fn drop(&mut self) {
-        quietly(|| drop(self.0.take()));
+        ignore_panic(|| drop(self.0.take()));
     }
 }
 
@@ -142,7 +142,7 @@ mod tests {
         thread::spawn(|| {
             KEPT.with(|kept| *kept.borrow_mut() = Some(AtTheEnd(Some(Box::new(call)))));
             // Later than the slot, so that it goes before it.
-            assert!(!locals_gone());
+            assert!(!thread_locals_gone());
         })
         .join()
         .unwrap();
@@ -155,11 +155,11 @@ mod tests {
     #[test]
     fn a_thread_whose_locals_are_gone_is_told_from_others() {
         let (to, seen) = channel();
-        assert!(!not_here());
-        at_a_threads_end(move || tell(&to, locals_gone() && not_here() && !in_runtime()));
+        assert!(!driver_unusable());
+        at_a_threads_end(move || tell(&to, thread_locals_gone() && driver_unusable() && !in_runtime()));
         assert!(seen.recv().unwrap());
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-        assert!(runtime.block_on(async { not_here() && !locals_gone() }));
+        assert!(runtime.block_on(async { driver_unusable() && !thread_locals_gone() }));
     }
 
     #[test]
@@ -167,27 +167,27 @@ mod tests {
         struct Probe(Sender<bool>);
         impl Drop for Probe {
             fn drop(&mut self) {
-                let _ = self.0.send(!not_here());
+                let _ = self.0.send(!driver_unusable());
             }
         }
         let (to, seen) = channel();
         at_a_threads_end(move || {
-            assert_eq!(elsewhere(|| !locals_gone()), Some(true));
-            assert_eq!(elsewhere(|| -> u8 { panic!("elsewhere") }), None);
-            drop_legally(Probe(to));
+            assert_eq!(run_on_own_thread(|| !thread_locals_gone()), Some(true));
+            assert_eq!(run_on_own_thread(|| -> u8 { panic!("elsewhere") }), None);
+            drop_where_allowed(Probe(to));
         });
         assert!(seen.recv().unwrap(), "dropped where that is legal");
     }
 
     #[test]
-    fn a_foreign_values_drop_may_panic() {
+    fn a_users_value_may_panic_when_it_is_dropped() {
         struct Bomb;
         impl Drop for Bomb {
             fn drop(&mut self) {
                 panic!("in a drop");
             }
         }
-        drop(Foreign::new(Bomb));
-        drop_legally(Bomb);
+        drop(UserValue::new(Bomb));
+        drop_where_allowed(Bomb);
     }
 }

@@ -11,7 +11,7 @@ use crate::advisory::unlock::unlock;
 use crate::backend::ReleaseResult;
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
-use crate::threads::{not_here, quietly};
+use crate::threads::{driver_unusable, ignore_panic};
 
 /// A held session lock, with the connection that it lives on. Released when it is dropped, and at the
 /// latest when its `max_hold` is over (unless its options keep it).
@@ -207,7 +207,7 @@ impl AdvisoryGuard {
             return;
         }
         self.registry.remove(&self.lock);
-        if not_here() || std::thread::panicking() {
+        if driver_unusable() || std::thread::panicking() {
             self.registry.unlock_later(&self.lock);
         } else if let Err(error) = self.unlock(self.drop_limit) {
             log::warn!("the session lock {} ends with its connection: {}", self.lock.key, error.chain());
@@ -217,7 +217,7 @@ impl AdvisoryGuard {
 
 impl Drop for AdvisoryGuard {
     fn drop(&mut self) {
-        quietly(|| self.dispose());
+        ignore_panic(|| self.dispose());
     }
 }
 

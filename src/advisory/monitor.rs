@@ -7,7 +7,7 @@ use crate::advisory::held_lock::AdvisoryLost;
 use crate::advisory::registry::{ClientLock, LINGER, Registry, Stage, State};
 use crate::model::time::Moment;
 use crate::sync::MutexGuard;
-use crate::threads::contained;
+use crate::threads::catch_panic;
 
 /// How long a session may be silent before its lock counts as lost, whatever the session thread does.
 const SILENCE_LIMIT: Duration = Duration::from_secs(10);
@@ -77,7 +77,7 @@ fn check_contained(
     lock: &Arc<ClientLock>,
     silent: Option<(Moment, Duration)>,
 ) -> Moment {
-    contained(|| check(registry, lock, silent)).unwrap_or(Moment::NEVER)
+    catch_panic(|| check(registry, lock, silent)).unwrap_or(Moment::NEVER)
 }
 
 /// Checks one lock; when to check again. `silent`: now, and the longest silence, where it counts.

@@ -10,7 +10,7 @@ use crate::advisory::unlock::unlock;
 use crate::cancel::CancelToken;
 use crate::model::time::{Moment, deadline_after};
 use crate::pg::{Connection, Session};
-use crate::threads::{contained, hand_over};
+use crate::threads::{catch_panic, run_detached};
 
 /// How often each connection is checked, without asking the server anything.
 const CHECK_EVERY: Duration = Duration::from_millis(500);
@@ -40,7 +40,7 @@ pub(super) fn run(registry: &Arc<Registry>) {
             let rest = LINGER.saturating_sub(since.elapsed());
             if rest.is_zero() && !timers_stopped && state.stage == Stage::Open {
                 drop(state);
-                let _ = contained(|| stop_timers(registry));
+                let _ = catch_panic(|| stop_timers(registry));
                 // A lock may have come meanwhile.
                 timers_stopped = true;
                 continue;
@@ -89,7 +89,7 @@ fn check_all(registry: &Arc<Registry>, locks: &[Arc<ClientLock>]) {
     let start = Instant::now();
     let mut asked = false;
     for lock in locks {
-        asked |= contained(|| check(registry, lock)).unwrap_or(true);
+        asked |= catch_panic(|| check(registry, lock)).unwrap_or(true);
         // A lock is to be unlocked: that does not wait for the round.
         unlock_all(registry);
     }
@@ -102,7 +102,7 @@ fn unlock_all(registry: &Arc<Registry>) {
     loop {
         let next = registry.state().to_unlock.pop_front();
         let Some(lock) = next else { return };
-        let _ = contained(|| {
+        let _ = catch_panic(|| {
             if let Taken::Connection(connection) = lock.take(Duration::ZERO) {
                 unlock_quietly(registry, &lock, connection);
             }
@@ -142,7 +142,7 @@ fn discard(mut connection: Connection) {
     if connection.is_guarded() {
         return connection.discard();
     }
-    hand_over(connection, drop);
+    run_detached(connection, drop);
 }
 
 /// Checks one lock's connection. Whether the server was asked.

@@ -18,7 +18,7 @@ use crate::leases::{PostgresBackend, Settings, TableNames};
 use crate::lock::{ClientSettings, LockClient, OnReleaseError, ReleaseErrorContext};
 use crate::pg::{Connector, Database, Source, parse_url};
 use crate::telemetry::{TelemetryOptions, with_telemetry};
-use crate::threads::Foreign;
+use crate::threads::UserValue;
 
 /// What a [`PgLockClient`] is built with. Setters never fail: what is wrong is said by
 /// [`connect`](Self::connect) and its kin, before anything is sent.
@@ -239,7 +239,7 @@ impl PgLockClientBuilder {
         mut self,
         callback: impl Fn(&LockError, &ReleaseErrorContext) + Send + Sync + 'static,
     ) -> Self {
-        self.on_release_error = Some(Foreign::new(Arc::new(callback)));
+        self.on_release_error = Some(UserValue::new(Arc::new(callback)));
         self
     }
 

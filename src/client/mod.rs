@@ -73,9 +73,9 @@ pub use builder::PgLockClientBuilder;
 /// there, which is caught, but the panic hook prints it, and with `panic = "abort"` it ends the
 /// program. Dropping a guard or a client there is fine: the work is handed to a thread.
 ///
-/// After a `fork` the child's copies of a client are refused, and what they hold is the parent's. Make
-/// clients after the fork, or `exec`: a *new* client in such a child is safe only if no thread of the
-/// parent was waiting for a connection of a pool, the caller's pools included, at that moment.
+/// After a `fork` the child's copies of a client are refused, and what they hold is the parent's. Fork before
+/// the first client, or `exec`: a *new* client in such a child may hang or crash if the parent had a pool,
+/// the caller's pools included, for a pool's own thread always waits on a lock of `r2d2`'s.
 #[derive(Clone)]
 pub struct PgLockClient {
     // Before the locks: the last drop of those may close the backend.

@@ -10,7 +10,7 @@ use crate::lock::registry::{PendingRelease, ReleaseTotals};
 use crate::lock::report::ReleaseSource;
 use crate::lock::{background, worker};
 use crate::model::time::{Moment, deadline_after};
-use crate::threads::{hand_over, not_here, quietly};
+use crate::threads::{driver_unusable, ignore_panic, run_detached};
 use crate::waiting::LOOK;
 
 /// What closing a client did with the leases it had.
@@ -151,9 +151,9 @@ fn end_threads(engine: &Arc<Engine>, end: Instant, on_worker: bool, first: bool)
 
 /// Closes the backend where no worker does it, and never where it must not be used.
 fn close_backend(engine: &Arc<Engine>) {
-    if not_here() {
-        hand_over(Arc::clone(engine), |engine| engine.backend.close());
+    if driver_unusable() {
+        run_detached(Arc::clone(engine), |engine| engine.backend.close());
     } else {
-        quietly(|| engine.backend.close());
+        ignore_panic(|| engine.backend.close());
     }
 }

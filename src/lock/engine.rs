@@ -21,7 +21,7 @@ use crate::lock::registry::{PendingRelease, Registry};
 use crate::lock::report::{OnReleaseError, ReleaseErrorContext, ReleaseSource};
 use crate::model::time::{Clock, Moment};
 use crate::sync::{Condvar, Mutex};
-use crate::threads::{drop_legally, hand_over, locals_gone, not_here, quietly};
+use crate::threads::{driver_unusable, drop_where_allowed, ignore_panic, run_detached, thread_locals_gone};
 use crate::waiting::{LOOK, WaiterQueue};
 
 pub(super) struct Engine {
@@ -181,10 +181,10 @@ impl Engine {
             // The client is closed and nobody is left to tell; the lease also ends by itself.
             let _ = engine.backend.release_by(&pending.context.lock_id, deadline);
         };
-        if not_here() {
-            hand_over(release, |release| release());
+        if driver_unusable() {
+            run_detached(release, |release| release());
         } else {
-            quietly(release);
+            ignore_panic(release);
         }
     }
 
@@ -197,7 +197,7 @@ impl Engine {
 
     pub(super) fn on_worker_thread(&self) -> bool {
         // A thread without its thread-locals has no id any more, and is not in a callback of the worker's.
-        !locals_gone() && self.threads.lock().worker_id == Some(thread::current().id())
+        !thread_locals_gone() && self.threads.lock().worker_id == Some(thread::current().id())
     }
 
     /// Has the backend keep a resource free for renewals, once. Others who need it wait for the
@@ -323,7 +323,7 @@ impl Drop for Handle {
             registry.worker_signal.notify(LOOK);
         } else {
             drop(state);
-            drop_legally(engine);
+            drop_where_allowed(engine);
         }
     }
 }

@@ -15,7 +15,7 @@ use crate::lock::report::{ReleaseSource, report};
 use crate::model::fence::Fence;
 use crate::model::hash::hash_key;
 use crate::model::time::{Moment, Ttl};
-use crate::threads::{elsewhere, in_runtime, locals_gone, quietly};
+use crate::threads::{ignore_panic, in_runtime, run_on_own_thread, thread_locals_gone};
 
 /// A held lock. It is renewed while this value lives, and let go when it is dropped.
 ///
@@ -394,8 +394,8 @@ impl LockGuard {
 /// Releases a lease on this thread, and signals this process's first waiter. Where thread-locals are
 /// gone another thread does it, and is waited for: the process may be about to end.
 fn release_here(engine: &Engine, pending: &mut PendingRelease, limit: Duration) -> Result<ReleaseProgress> {
-    let result = if locals_gone() {
-        elsewhere(|| try_release(engine, pending, limit)).unwrap_or_else(|| {
+    let result = if thread_locals_gone() {
+        run_on_own_thread(|| try_release(engine, pending, limit)).unwrap_or_else(|| {
             Err(LockError::new(ErrorCode::Internal).with_message(
                 "the system gave no thread to release the lock with: it is tried again in the background",
             ))
@@ -411,7 +411,7 @@ fn release_here(engine: &Engine, pending: &mut PendingRelease, limit: Duration) 
 
 impl Drop for LockGuard {
     fn drop(&mut self) {
-        quietly(|| self.dispose());
+        ignore_panic(|| self.dispose());
     }
 }
 

@@ -9,10 +9,10 @@ use crate::cancel::CancelToken;
 use crate::error::{LockError, Result};
 use crate::lock::report::{OnReleaseError, ReleaseErrorContext};
 use crate::model::time::Ttl;
-use crate::threads::Foreign;
+use crate::threads::UserValue;
 use crate::waiting::{Backoff, Delays, Jitter};
 
-pub(super) type OnLost = Foreign<Arc<dyn Fn(LostReason) + Send + Sync>>;
+pub(super) type OnLost = UserValue<Arc<dyn Fn(LostReason) + Send + Sync>>;
 
 /// How long a lease lasts unless it is renewed.
 pub const DEFAULT_TTL: Duration = Duration::from_secs(30);
@@ -262,7 +262,7 @@ impl LockOptions {
     /// let options = syncguard::LockOptions::new().on_lost(|reason| eprintln!("lost: {reason}"));
     /// ```
     pub fn on_lost(mut self, call: impl Fn(LostReason) + Send + Sync + 'static) -> Self {
-        self.on_lost = Some(Foreign::new(Arc::new(call)));
+        self.on_lost = Some(UserValue::new(Arc::new(call)));
         self
     }
 
@@ -280,7 +280,7 @@ impl LockOptions {
         mut self,
         call: impl Fn(&LockError, &ReleaseErrorContext) + Send + Sync + 'static,
     ) -> Self {
-        self.on_release_error = Some(Foreign::new(Arc::new(call)));
+        self.on_release_error = Some(UserValue::new(Arc::new(call)));
         self
     }
 

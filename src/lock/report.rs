@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use crate::error::LockError;
 use crate::model::hash::hash_key;
-use crate::threads::{Foreign, quietly};
+use crate::threads::{UserValue, ignore_panic};
 
 /// A handler for failed automatic releases.
-pub(crate) type OnReleaseError = Foreign<Arc<dyn Fn(&LockError, &ReleaseErrorContext) + Send + Sync>>;
+pub(crate) type OnReleaseError = UserValue<Arc<dyn Fn(&LockError, &ReleaseErrorContext) + Send + Sync>>;
 
 /// Which kind of clean-up failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -60,10 +60,10 @@ impl fmt::Debug for ReleaseErrorContext {
 
 /// Hands a failed release to its handler, or to the default one. Never panics.
 pub(super) fn report(handler: Option<&OnReleaseError>, error: &LockError, context: &ReleaseErrorContext) {
-    match handler.and_then(Foreign::get) {
-        Some(handler) => quietly(|| handler(error, context)),
+    match handler.and_then(UserValue::get) {
+        Some(handler) => ignore_panic(|| handler(error, context)),
         None if warns(cfg!(debug_assertions), std::env::var("SYNCGUARD_DEBUG").ok().as_deref()) => {
-            quietly(|| log::warn!(target: "syncguard", "{}", default_line(error, context.source)));
+            ignore_panic(|| log::warn!(target: "syncguard", "{}", default_line(error, context.source)));
         }
         None => {}
     }

@@ -20,7 +20,7 @@ use crate::lock::registry::{Callback, GuardState, LostLease, PendingRelease};
 use crate::lock::release::{ReleaseProgress, try_release};
 use crate::lock::report::{ReleaseSource, report};
 use crate::model::time::Moment;
-use crate::threads::{Foreign, contained, quietly};
+use crate::threads::{UserValue, catch_panic, ignore_panic};
 use crate::waiting::Delays;
 
 /// The most leases in one renewal.
@@ -60,11 +60,11 @@ pub(super) fn run(engine: Arc<Engine>) {
         }
     }
     if engine.closed.load(Ordering::SeqCst) {
-        quietly(|| engine.backend.close());
+        ignore_panic(|| engine.backend.close());
     }
     let last = engine.threads.lock().last.take();
     // The last drop of the backend, and of the caller's handlers with it, happens here.
-    quietly(move || drop((last, engine)));
+    ignore_panic(move || drop((last, engine)));
 }
 
 /// Does what is left to do, except for user code, inside a callback on the worker's own thread:
@@ -85,27 +85,27 @@ pub(super) fn drain(engine: &Engine, go_on: impl Fn() -> bool) {
 
 fn do_job(engine: &Engine, job: Job) {
     match job {
-        Job::Log(lost) => lost.into_iter().for_each(|lost| quietly(move || log::warn!("{lost}"))),
+        Job::Log(lost) => lost.into_iter().for_each(|lost| ignore_panic(move || log::warn!("{lost}"))),
         Job::Renew(due) => renew(engine, due),
         Job::Release(pending) => {
-            quietly(|| run_release(engine, *pending));
+            ignore_panic(|| run_release(engine, *pending));
             engine.registry.worker_queue.lock().in_progress -= 1;
             engine.registry.progress.notify_all();
         }
         Job::Callback(callback) => match callback {
             Callback::Lost(state, reason) => {
-                if let Some(on_lost) = state.on_lost.as_ref().and_then(Foreign::get) {
-                    quietly(|| on_lost(reason));
+                if let Some(on_lost) = state.on_lost.as_ref().and_then(UserValue::get) {
+                    ignore_panic(|| on_lost(reason));
                 }
-                quietly(move || drop(state));
+                ignore_panic(move || drop(state));
             }
             Callback::ReleaseFailed(handler, error, context) => {
                 report(handler.as_ref(), &error, &context);
-                quietly(move || drop(handler));
+                ignore_panic(move || drop(handler));
             }
-            Callback::Drop(state) => quietly(move || drop(state)),
+            Callback::Drop(state) => ignore_panic(move || drop(state)),
         },
-        Job::Unreserve => quietly(|| engine.unreserve()),
+        Job::Unreserve => ignore_panic(|| engine.unreserve()),
         Job::Sleep(_) | Job::Go => {}
     }
 }
@@ -201,7 +201,7 @@ fn renew_batch(engine: &Engine, due: Vec<Arc<GuardState>>) {
         let renewals: Vec<_> =
             flights.iter().map(|(state, _, version, ttl)| state.renewal(*version, *ttl)).collect();
         let deadline = now.after(rest.max(SHORTEST_CALL.min(engine.backend.operation_timeout())));
-        let answers = contained(|| engine.backend.renew(&renewals, deadline)).unwrap_or_default();
+        let answers = catch_panic(|| engine.backend.renew(&renewals, deadline)).unwrap_or_default();
         let mut answers_in_turn = answers.iter();
         let now = engine.clock.now();
         for (state, id, ..) in flights {
@@ -222,7 +222,7 @@ fn renew_batch(engine: &Engine, due: Vec<Arc<GuardState>>) {
     }
     for state in due {
         if let Some(last) = Arc::into_inner(state) {
-            quietly(move || drop(last));
+            ignore_panic(move || drop(last));
         }
     }
 }
@@ -238,7 +238,7 @@ fn is_refusal(error: &LockError) -> bool {
 /// Says in the log that renewals fail, and why: once, until one succeeds again.
 fn note_failures(engine: &Engine, answers: &[Result<RenewOutcome>]) {
     match answers.iter().find_map(|answer| answer.as_ref().err()) {
-        Some(error) if !engine.renewals_fail.swap(true, Ordering::Relaxed) => quietly(|| {
+        Some(error) if !engine.renewals_fail.swap(true, Ordering::Relaxed) => ignore_panic(|| {
             log::warn!(
                 "leases could not be renewed, and are lost at their ends unless that is mended: {}",
                 error.chain()

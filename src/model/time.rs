@@ -148,7 +148,7 @@ impl Clock {
                 let mut now = manual.now.lock();
                 *now = now.saturating_add(by);
             }
-            // Copied out: no lock is held while foreign code runs.
+            // Copied out: no lock is held while user code runs.
             let wakers = manual.wakers.lock().clone();
             for waker in wakers {
                 waker();

@@ -13,7 +13,7 @@ use crate::pg::error::PoolError;
 use crate::pg::pool::{Canceller, Lent, NotLent, Pool};
 use crate::pg::statement::SessionState;
 use crate::pg::stream::StreamControl;
-use crate::threads::drop_legally;
+use crate::threads::drop_where_allowed;
 
 /// Our hold on a caller's pool. It may be the last one, and a pool drops its idle connections where
 /// it is dropped: never inside an async runtime, nor in a fork, where they are the parent's.
@@ -87,7 +87,7 @@ impl<M: ManageConnection<Connection = Client>> Drop for CallersPool<M> {
     fn drop(&mut self) {
         let Some(pool) = self.pool.take() else { return };
         if self.process == std::process::id() {
-            drop_legally(pool);
+            drop_where_allowed(pool);
         } else {
             std::mem::forget(pool);
         }
@@ -148,7 +148,7 @@ impl<M: ManageConnection<Connection = Client>> Drop for CallersLent<M> {
     fn drop(&mut self) {
         let Some(connection) = self.connection.take() else { return };
         if self.process == std::process::id() {
-            drop_legally(Ending(Some(connection)));
+            drop_where_allowed(Ending(Some(connection)));
         } else {
             std::mem::forget(connection);
         }

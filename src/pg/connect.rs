@@ -30,7 +30,7 @@ use crate::pg::resources;
 use crate::pg::statement::startup_options;
 use crate::pg::stream::{DeadlineTls, Encryption, StreamControl};
 use crate::sync::{Mutex, MutexGuard};
-use crate::threads::{contained, drop_legally, in_runtime, locals_gone, spawn};
+use crate::threads::{catch_panic, drop_where_allowed, in_runtime, spawn, thread_locals_gone};
 
 /// How long the driver may take to say goodbye on a connection that is in order.
 const FAREWELL: Duration = Duration::from_millis(500);
@@ -178,7 +178,7 @@ impl Connector {
         };
         let client = opened?;
         if fired {
-            drop_legally(client);
+            drop_where_allowed(client);
             return Err(LockError::aborted());
         }
         control.unlimited();
@@ -256,7 +256,7 @@ impl Drop for OpenedConnection {
     fn drop(&mut self) {
         let Some(client) = self.client.take() else { return };
         self.control.limit(FAREWELL);
-        drop_legally(client);
+        drop_where_allowed(client);
     }
 }
 
@@ -266,7 +266,7 @@ impl Drop for OpenedConnection {
 /// threads it is legal.
 pub(crate) fn guard_runtime<R>(call: impl FnOnce() -> R) -> Result<R> {
     check_locals()?;
-    contained(call).ok_or_else(|| {
+    catch_panic(call).ok_or_else(|| {
         if in_runtime() {
             return blocked_in_runtime();
         }
@@ -285,12 +285,12 @@ fn panicked() -> LockError {
 pub(crate) fn check_runtime() -> Result<()> {
     check_locals()?;
     let Ok(handle) = tokio::runtime::Handle::try_current() else { return Ok(()) };
-    contained(|| handle.block_on(async {})).ok_or_else(blocked_in_runtime)
+    catch_panic(|| handle.block_on(async {})).ok_or_else(blocked_in_runtime)
 }
 
 /// Where thread-locals are gone a panic of the driver's would abort the process.
 fn check_locals() -> Result<()> {
-    if !locals_gone() {
+    if !thread_locals_gone() {
         return Ok(());
     }
     Err(LockError::invalid(

@@ -28,7 +28,7 @@ use crate::pg::resources;
 use crate::pg::statement::SessionState;
 use crate::pg::stream::StreamControl;
 use crate::sync::{Mutex, MutexGuard};
-use crate::threads::contained;
+use crate::threads::catch_panic;
 
 /// A connection that was idle for longer is closed instead of lent.
 const MAX_IDLE: Duration = Duration::from_secs(600);
@@ -261,7 +261,7 @@ fn pool_thread() -> Result<ScheduledThreadPool> {
     resources::check_thread()?;
     let begin =
         || ScheduledThreadPool::builder().num_threads(1).thread_name_pattern("syncguard-pool").build();
-    contained(begin).ok_or_else(|| {
+    catch_panic(begin).ok_or_else(|| {
         LockError::new(ErrorCode::ServiceUnavailable)
             .with_message("the system gave no thread for the pool of connections: raise the limit of threads")
     })

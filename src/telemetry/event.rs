@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::backend::Reason;
 use crate::error::ErrorCode;
-use crate::threads::Foreign;
+use crate::threads::UserValue;
 
 /// Which of the five operations an event is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -141,8 +141,8 @@ pub struct TelemetryOptions {
     pub(super) flush_timeout: Duration,
 }
 
-type OnEvent = Foreign<Arc<dyn Fn(&LockEvent) + Send + Sync>>;
-type Permit = Foreign<Arc<dyn Fn(&LockEvent) -> bool + Send + Sync>>;
+type OnEvent = UserValue<Arc<dyn Fn(&LockEvent) + Send + Sync>>;
+type Permit = UserValue<Arc<dyn Fn(&LockEvent) -> bool + Send + Sync>>;
 
 /// Who may see raw keys and lock ids.
 #[derive(Clone)]
@@ -158,7 +158,7 @@ impl TelemetryOptions {
     /// reported as well); it cannot delay or fail an operation.
     pub fn new(on_event: impl Fn(&LockEvent) + Send + Sync + 'static) -> Self {
         Self {
-            on_event: Foreign::new(Arc::new(on_event)),
+            on_event: UserValue::new(Arc::new(on_event)),
             raw: Raw::Never,
             capacity: 16_384,
             flush_timeout: Duration::from_secs(1),
@@ -174,7 +174,7 @@ impl TelemetryOptions {
     /// Has this decide, event by event, whether one carries the raw key and lock id. It sees the
     /// event without them, on the thread of the callback; if it panics, the answer is no.
     pub fn include_raw_if(mut self, permit: impl Fn(&LockEvent) -> bool + Send + Sync + 'static) -> Self {
-        self.raw = Raw::If(Foreign::new(Arc::new(permit)));
+        self.raw = Raw::If(UserValue::new(Arc::new(permit)));
         self
     }
 

@@ -26,7 +26,7 @@ use crate::model::hash::hash_key;
 use crate::model::time::deadline_after;
 use crate::sync::{Condvar, Mutex};
 use crate::telemetry::event::{LockEvent, Raw, TelemetryOptions};
-use crate::threads::{contained, spawn};
+use crate::threads::{catch_panic, spawn};
 
 /// What the handles of one decorated backend share. Dropping it ends the thread.
 pub(super) struct Sink {
@@ -241,12 +241,14 @@ impl Queue {
         let permitted = match &self.options.raw {
             Raw::Never => false,
             Raw::Always => true,
-            Raw::If(permit) => permit.get().and_then(|permit| contained(|| permit(&event))).unwrap_or(false),
+            Raw::If(permit) => {
+                permit.get().and_then(|permit| catch_panic(|| permit(&event))).unwrap_or(false)
+            }
         };
         if permitted {
             (event.key, event.lock_id) = raw;
         }
-        let called = self.options.on_event.get().and_then(|on_event| contained(|| on_event(&event)));
+        let called = self.options.on_event.get().and_then(|on_event| catch_panic(|| on_event(&event)));
         called.is_none()
     }
 

@@ -290,6 +290,20 @@ fn no_globals(source: &Source) -> Vec<String> {
     broken
 }
 
+/// Poison is recovered from in one place, and nothing waits on a lock that a fork leaves broken.
+fn no_other_mutexes(source: &Source) -> Vec<String> {
+    if source.file == "src/sync.rs" {
+        return Vec::new();
+    }
+    let locks = ["Mutex", "MutexGuard", "Condvar", "RwLock", "PoisonError"];
+    let other = source.paths().into_iter().filter(|path| {
+        let names: Vec<&str> = path.names.iter().map(String::as_str).collect();
+        names.first() == Some(&"parking_lot")
+            || (names.starts_with(&["std", "sync"]) && names.last().is_some_and(|name| locks.contains(name)))
+    });
+    other.map(|path| at(source, path.line, "take it from `crate::sync`")).collect()
+}
+
 fn no_printing(source: &Source) -> Vec<String> {
     let macros = ["println", "print", "eprintln", "eprint", "dbg"].into_iter();
     macros.flat_map(|name| each(source, source.followed_by(name, "!"), "a library logs")).collect()
@@ -323,6 +337,15 @@ fn there_is_no_global_state() {
         count(no_globals, "src/error.rs", "const A: &'static str = \"static\"; fn f<T: 'static>(t: T) {}"),
         0
     );
+}
+
+#[test]
+fn mutexes_come_from_one_place() {
+    check(no_other_mutexes);
+    let text = "use std::sync::{Arc, Mutex, atomic::AtomicBool}; fn f(g: std::sync::MutexGuard<u8>, m: parking_lot::Mutex<u8>) {}";
+    assert_eq!(count(no_other_mutexes, "src/error.rs", text), 3);
+    assert_eq!(count(no_other_mutexes, "src/sync.rs", text), 0);
+    assert_eq!(count(no_other_mutexes, "src/error.rs", "use crate::sync::Mutex; use std::sync::Arc;"), 0);
 }
 
 #[test]
