@@ -51,7 +51,7 @@ pub fn get_by_id<B: LockBackend + ?Sized>(backend: &B, lock_id: &str) -> Result<
 
 /// [`get_by_key`] with the raw key (its NFC form) and the raw lock id.
 ///
-/// **Sensitive**: whoever learns the lock id can let go of the lock, and keys may name people. For
+/// **Sensitive**: whoever learns the lock id can release the lock, and keys may name people. For
 /// debugging by hand only; keep the answer out of logs.
 pub fn get_by_key_raw<B: LockBackend + ?Sized>(backend: &B, key: &str) -> Result<Option<LockInfoRaw>> {
     backend.lookup_raw(Lookup::Key(key), &CancelToken::never())
@@ -59,7 +59,7 @@ pub fn get_by_key_raw<B: LockBackend + ?Sized>(backend: &B, key: &str) -> Result
 
 /// [`get_by_id`] with the raw key (its NFC form) and the raw lock id.
 ///
-/// **Sensitive**: whoever learns the lock id can let go of the lock, and keys may name people. For
+/// **Sensitive**: whoever learns the lock id can release the lock, and keys may name people. For
 /// debugging by hand only; keep the answer out of logs.
 pub fn get_by_id_raw<B: LockBackend + ?Sized>(backend: &B, lock_id: &str) -> Result<Option<LockInfoRaw>> {
     backend.lookup_raw(Lookup::LockId(lock_id), &CancelToken::never())

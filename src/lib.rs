@@ -10,10 +10,25 @@
 //! # Ok::<(), syncguard::LockError>(())
 //! ```
 //!
+//! # The names that matter
+//!
+//! | name | what it is |
+//! | --- | --- |
+//! | [`PgLockClient`] | the client: one per program, cheap to clone; [`PgLockClientBuilder`] has its settings |
+//! | [`LockGuard`] | a held lock: renewed while it lives, released when it is dropped |
+//! | [`LockOptions`] | how long to wait, how long to hold, when to give up |
+//! | [`LockError`], [`ErrorCode`] | what failed, and what to do |
+//! | [`Fence`] | the fencing token of a grant |
+//! | [`CancelToken`] | ends waits; also what fires when a lock is lost |
+//! | [`AdvisoryGuard`], [`AdvisoryKey`], [`AdvisoryOptions`] | session locks |
+//! | [`Operator`] | who holds what, counts, cleanup, breaking a lock |
+//! | [`MemoryBackend`], [`LockClient`] | locks without a server, for tests |
+//! | [`TelemetryOptions`] | every operation as an event |
+//!
 //! # Two kinds of lock
 //!
 //! * A **lease** ([`PgLockClient::lock`]) is a row with an expiry. It is renewed while its guard
-//!   lives and ends by itself when its holder dies; every grant carries a [`Fence`]. Leases are
+//!   lives and ends by itself when its holder dies; every grant carries a fencing token ([`Fence`]). Leases are
 //!   compatible, row for row, with the TypeScript SyncGuard on the same tables.
 //! * A **session lock** ([`PgLockClient::advisory_lock`]) is PostgreSQL's advisory lock: no table, no
 //!   ttl, gone with its connection, which its guard occupies.
@@ -37,7 +52,7 @@
 //! [`lock`](PgLockClient::lock) waits up to 5 s, [`try_lock`](PgLockClient::try_lock) does not wait,
 //! [`with_lock`](PgLockClient::with_lock) runs a closure; [`LockOptions`] says for how long, how
 //! often, and when to give up ([`CancelToken`]). Threads of one client queue first come, first served
-//! and only the first of them asks the server; between processes nobody is promised a place. Locks
+//! and only the first of them asks the server; between processes there is no such order. Locks
 //! are not re-entrant.
 //!
 //! # Losing a lock
@@ -116,21 +131,6 @@
 //! assert!(!guard.is_held());
 //! # Ok::<(), syncguard::LockError>(())
 //! ```
-//!
-//! # The names that matter
-//!
-//! | name | what it is |
-//! | --- | --- |
-//! | [`PgLockClient`] | the client: one per program, cheap to clone; [`PgLockClientBuilder`] has its settings |
-//! | [`LockGuard`] | a held lock: renewed while it lives, released when it is dropped |
-//! | [`LockOptions`] | how long to wait, how long to hold, when to give up |
-//! | [`LockError`], [`ErrorCode`] | what failed, and what to do |
-//! | [`Fence`] | the fencing token of a grant |
-//! | [`CancelToken`] | ends waits; also what fires when a lock is lost |
-//! | [`AdvisoryGuard`], [`AdvisoryKey`], [`AdvisoryOptions`] | session locks |
-//! | [`Operator`] | who holds what, counts, cleanup, breaking a lock |
-//! | [`MemoryBackend`], [`LockClient`] | locks without a server, for tests |
-//! | [`TelemetryOptions`] | every operation as an event |
 //!
 //! # Where to find more
 //!

@@ -30,7 +30,7 @@ use crate::threads::{driver_unusable, ignore_panic};
 ///
 /// # Cancellation
 ///
-/// No token ends them: a cancelled holder must still let go.
+/// No token ends them: a cancelled holder must still release.
 #[must_use = "the lock is released at once if the guard is not bound to a variable: use `let _guard = …`, not `let _ = …`"]
 pub struct AdvisoryGuard {
     lock: Arc<ClientLock>,

@@ -80,7 +80,7 @@ impl Holder {
 pub struct LockInfoRaw {
     /// The caller's key, in NFC.
     pub key: String,
-    /// The lock id. Whoever knows it can let go of the lock.
+    /// The lock id. Whoever knows it can release the lock.
     pub lock_id: String,
     /// When the lease ends, in Unix milliseconds of the server's clock.
     pub expires_at_ms: i64,

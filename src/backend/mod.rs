@@ -28,9 +28,9 @@
 //! `examples/own_backend.rs` in the repository is a whole one, in memory and with the reasons beside the
 //! code; it passes the suite below. What to write:
 //!
-//! 1. The five operations, [`capabilities`](LockBackend::capabilities), and
-//!    [`lookup_raw`](LockBackend::lookup_raw), from which `lookup` is made by
-//!    [`LockInfoRaw::sanitized`].
+//! 1. The five operations and [`capabilities`](LockBackend::capabilities); also
+//!    [`lookup_raw`](LockBackend::lookup_raw), from which `lookup` is then made by
+//!    [`LockInfoRaw::sanitized`], where raw keys may be shown for debugging.
 //! 2. [`attempt`](LockBackend::attempt): guards use it, and its default is not idempotent. `acquire` is then
 //!    an attempt with an id from [`generate_lock_id`]. Where messages can be late,
 //!    [`grant`](LockBackend::grant) and [`prolong`](LockBackend::prolong) as well: see 8.
@@ -100,7 +100,8 @@ fn in_time<B: LockBackend + ?Sized>(backend: &B, deadline: Moment) -> Result<()>
 /// A place where leases are kept. See the [contract](self).
 ///
 /// The five operations are those of every SyncGuard client. The provided methods are what guards
-/// need beyond them; a backend that can do better than the default should.
+/// need beyond them; a backend that can do better than the default should. Operations that come later are
+/// provided methods, too: a default fulfils the contract, or refuses with `InvalidArgument`.
 ///
 /// # Blocking
 ///
@@ -115,7 +116,7 @@ pub trait LockBackend: Send + Sync {
     /// Tries once to take the key for `ttl`.
     fn acquire(&self, key: &str, ttl: Duration, cancel: &CancelToken) -> Result<AcquireResult>;
 
-    /// Lets go of the lease with this id. Harmless if it is not held.
+    /// Releases the lease with this id. Harmless if it is not held.
     fn release(&self, lock_id: &str, cancel: &CancelToken) -> Result<ReleaseOutcome>;
 
     /// Sets the expiry of the lease with this id to now plus `ttl`. Never revives a dead lease.
@@ -154,7 +155,7 @@ pub trait LockBackend: Send + Sync {
     }
 
     /// Watches a key for a waiter that has waited for a while and may wait longer: `heard` is called
-    /// when the key is let go, in this process or another. The default watches nothing.
+    /// when the key is released, in this process or another. The default watches nothing.
     ///
     /// It is latency, never correctness: a waiter goes on looking, only more rarely while
     /// [`is_listening`](Watch::is_listening). A call too many costs one request; one that never comes
@@ -225,7 +226,13 @@ pub trait LockBackend: Send + Sync {
 
     /// [`lookup`](LockBackend::lookup) with the raw key and id, for the `*_raw` helpers alone.
     /// **Sensitive**: to be called for debugging by hand and nothing else.
-    fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoRaw>>;
+    /// The default refuses it.
+    fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoRaw>> {
+        let _ = (what, cancel);
+        Err(LockError::invalid(
+            "this backend shows neither raw keys nor lock ids: use lookup, which has their hashes",
+        ))
+    }
 
     /// The SQL statement that fails, inside a caller's transaction, unless `fence` is this key's
     /// newest and its lease is live, and carries this lock id where one is given. Only for a backend
@@ -249,6 +256,6 @@ pub trait LockBackend: Send + Sync {
         Duration::from_secs(5)
     }
 
-    /// Lets go of idle resources. Operations may fail afterwards.
+    /// Frees idle resources. Operations may fail afterwards.
     fn close(&self) {}
 }

@@ -155,7 +155,7 @@ impl AcquireResult {
 /// A granted lease.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Acquired {
-    /// What extends and releases the lease: 22 characters. Whoever knows it can let go of the lock.
+    /// What extends and releases the lease: 22 characters. Whoever knows it can release the lock.
     pub lock_id: String,
     /// The grant's fence.
     pub fence: Fence,

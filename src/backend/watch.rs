@@ -8,7 +8,7 @@ use std::sync::Arc;
 pub enum Heard {
     /// From now on releases of the key are heard. One may have come just before: look once.
     Listening,
-    /// The key was let go, most likely: try at once.
+    /// The key was released, most likely: try at once.
     Freed,
 }
 

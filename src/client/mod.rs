@@ -229,7 +229,7 @@ impl PgLockClient {
         self.locks.acquire(key, ttl)
     }
 
-    /// Lets go of the lease with this id. Harmless if it is not held. After an error, and where a token ended
+    /// Releases the lease with this id. Harmless if it is not held. After an error, and where a token ended
     /// the call, the lease may stay held until its ttl is over.
     ///
     /// ```no_run

@@ -32,7 +32,7 @@ pub(super) struct LockCall {
 /// What one attempt came to.
 pub(super) enum AttemptResult {
     Granted(LockGuard),
-    /// Somebody else holds the key.
+    /// Another holder has the key.
     Taken,
     /// Granted, but so late that the lease could not be trusted; it was let go.
     TooLate,

@@ -18,7 +18,7 @@ use crate::waiting::LOOK;
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub struct CloseReport {
-    /// Leases that were let go.
+    /// Leases that were released.
     pub released: usize,
     /// Leases that were not held any more: expired, taken over, or never granted.
     pub not_held: usize,

@@ -17,7 +17,7 @@ use crate::model::hash::hash_key;
 use crate::model::time::{Moment, Ttl};
 use crate::threads::{ignore_panic, in_runtime, run_on_own_thread, thread_locals_gone};
 
-/// A held lock. It is renewed while this value lives, and let go when it is dropped.
+/// A held lock. It is renewed while this value lives, and released when it is dropped.
 ///
 /// Check [`is_held`](LockGuard::is_held) or watch [`lost`](LockGuard::lost) in long work: a lease can
 /// be lost, and no lock service can stop a paused process from waking up late. Where that matters,
@@ -36,7 +36,7 @@ use crate::threads::{ignore_panic, in_runtime, run_on_own_thread, thread_locals_
 ///
 /// # Cancellation
 ///
-/// No token ends them: a cancelled holder may still need the time to finish, and must let go.
+/// No token ends them: a cancelled holder may still need the time to finish, and must release.
 #[must_use = "the lock is released at once if the guard is not bound to a variable: use `let _guard = …`, not `let _ = …`"]
 pub struct LockGuard {
     // Dropped after everything else: the last handle ends the client.
@@ -69,7 +69,7 @@ impl LockGuard {
         &self.state.key
     }
 
-    /// The lease's id. Whoever knows it can let go of the lock: do not log it.
+    /// The lease's id. Whoever knows it can release the lock: do not log it.
     ///
     /// ```
     /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());

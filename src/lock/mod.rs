@@ -167,7 +167,7 @@ impl LockClient {
 
     /// Waits for the lock. Threads of this client that want the same key take turns, first come,
     /// first served; between processes chance and back-off decide. Locks are not re-entrant: a thread
-    /// that asks for a key that it holds waits like everybody else.
+    /// that asks for a key that it holds waits like any other.
     ///
     /// ```
     /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
@@ -289,7 +289,7 @@ impl LockClient {
             .map(AcquireResult::from)
     }
 
-    /// Lets go of the lease with this id. Harmless if it is not held. Do not use it on a guard's id:
+    /// Releases the lease with this id. Harmless if it is not held. Do not use it on a guard's id:
     /// the guard has its own [`release`](LockGuard::release).
     ///
     /// ```
@@ -461,12 +461,12 @@ impl LockClient {
     }
 
     /// Wakes this client's first waiter for a key: it asks the server at once, which costs it no
-    /// retry. For programs that hear from elsewhere that a key was let go; guards of this client do
+    /// retry. For programs that hear from elsewhere that a key was released; guards of this client do
     /// it by themselves. A call too many costs one request, a call too few only time.
     ///
     /// ```
     /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
-    /// client.wake_waiter("report"); // a message from elsewhere said that it was let go
+    /// client.wake_waiter("report"); // a message from elsewhere said that it was released
     /// ```
     pub fn wake_waiter(&self, key: &str) {
         if let Ok(key) = Key::new(key) {
@@ -477,7 +477,7 @@ impl LockClient {
     /// Ends the client and all its clones: no new locks ([`Aborted`](crate::ErrorCode::Aborted)),
     /// waiters are woken with the same, every holder's lease is lost
     /// ([`LostReason::Closed`](crate::LostReason::Closed)) and released, the threads are joined, and
-    /// the backend lets go of its idle resources. A second close does what the first had no time for.
+    /// the backend frees its idle resources. A second close does what the first had no time for.
     ///
     /// What is not released at the deadline is counted as pending and stays held until its ttl is over.
     ///

@@ -43,7 +43,7 @@ pub enum Heartbeat {
 
 /// How to wait for a lock, and how to hold it.
 ///
-/// Setters consume the options and never fail; a value that cannot be is
+/// Setters consume the options and never fail; an invalid value is
 /// [`InvalidArgument`](crate::ErrorCode::InvalidArgument) where the options are used.
 ///
 /// ```
@@ -156,12 +156,12 @@ impl LockOptions {
         self
     }
 
-    /// Whether a waiter notices within milliseconds that another process let go. Default true.
+    /// Whether a waiter notices within milliseconds that another process released the key. Default true.
     ///
     /// The first waiter of a key in this process then looks at it between two attempts, with one
     /// plain read that locks and writes nothing: every 5 ms at first, later at every sixteenth of
     /// the time waited so far, and at least every 250 ms. Looks are not attempts. After 30 ms the
-    /// backend is asked to tell when the key is let go, if it can
+    /// backend is asked to tell when the key is released, if it can
     /// ([`LockBackend::watch`](crate::LockBackend::watch)); while it can, looks are rarer. With
     /// `false` only the back-off and releases in this process end a wait.
     ///
@@ -212,7 +212,7 @@ impl LockOptions {
 
     /// The longest time a guard holds its lock, from the grant: then it counts as lost
     /// ([`LostReason::MaxHold`]) and is not renewed any more, so that a stuck holder cannot keep a
-    /// key for ever. The key is free when the guard is dropped, at the latest a ttl and a second
+    /// key forever. The key is free when the guard is dropped, at the latest a ttl and a second
     /// later. Extending does not lengthen it. Default: no limit.
     ///
     /// ```
@@ -242,7 +242,7 @@ impl LockOptions {
 
     /// Ends the wait when the token fires, with [`Aborted`](crate::ErrorCode::Aborted). It is
     /// watched in addition to the client's own (`cancellable`), and not by the guard: a cancelled
-    /// holder still lets go.
+    /// holder still releases.
     ///
     /// ```
     /// use syncguard::{CancelToken, LockOptions};
@@ -306,7 +306,7 @@ impl LockOptions {
             Some(Timeout::After(timeout)) => Some(timeout),
             Some(Timeout::Never) => None,
         };
-        // Whoever says how long to wait, or for ever, has not asked for a number of tries.
+        // Whoever says how long to wait, or forever, has not asked for a number of tries.
         let default_retries =
             if self.timeout.is_none() { u64::from(DEFAULT_MAX_RETRIES) } else { u64::MAX - 1 };
         let retry_delay = self.retry_delay.unwrap_or(DEFAULT_RETRY_DELAY);
@@ -356,7 +356,7 @@ impl fmt::Debug for LockOptions {
 /// Validated options.
 pub(super) struct ResolvedOptions {
     pub(super) ttl: Duration,
-    /// `None`: for ever.
+    /// `None`: forever.
     pub(super) timeout: Option<Duration>,
     pub(super) max_attempts: u64,
     pub(super) delays: Delays,

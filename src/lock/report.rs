@@ -42,7 +42,7 @@ impl ReleaseSource {
 pub struct ReleaseErrorContext {
     /// The key. It may be a customer's name: think before you log it.
     pub key: String,
-    /// The lock id. Whoever knows it can let go of the lock.
+    /// The lock id. Whoever knows it can release the lock.
     pub lock_id: String,
     /// Which kind of clean-up failed.
     pub source: ReleaseSource,

@@ -101,7 +101,7 @@ pub struct LockEvent {
     #[cfg_attr(feature = "serde", serde(skip))]
     pub key: Option<String>,
     /// The raw lock id, where `lock_id_hash` is there and the options permit it. **Sensitive**:
-    /// whoever knows it can let go of the lock.
+    /// whoever knows it can release the lock.
     #[cfg_attr(feature = "serde", serde(skip))]
     pub lock_id: Option<String>,
 }

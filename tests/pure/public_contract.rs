@@ -9,6 +9,7 @@ use std::hash::Hash;
 use std::str::FromStr;
 use std::time::Duration;
 
+use syncguard::backend::{ExtendOutcome, ReleaseOutcome};
 use syncguard::postgres::{self, Client, Config, NoTls, Transaction};
 use syncguard::{
     AcquireResult, Acquired, AdvisoryGuard, AdvisoryKey, AdvisoryOptions, Backoff, CancelToken, Capabilities,
@@ -134,6 +135,40 @@ fn session_locks(client: &PgLockClient, transaction: &mut Transaction<'_>, fence
     let _: (bool, &CancelToken) = (guard.is_held(), guard.lost());
     let _ = guard.release()?;
     client.assert_fence(transaction, "a", fence)
+}
+
+/// A backend of somebody's own that has the five operations and no more.
+struct Least(MemoryBackend);
+
+impl LockBackend for Least {
+    fn acquire(&self, key: &str, ttl: Duration, cancel: &CancelToken) -> Result<AcquireResult> {
+        self.0.acquire(key, ttl, cancel)
+    }
+    fn release(&self, lock_id: &str, cancel: &CancelToken) -> Result<ReleaseOutcome> {
+        self.0.release(lock_id, cancel)
+    }
+    fn extend(&self, lock_id: &str, ttl: Duration, cancel: &CancelToken) -> Result<ExtendOutcome> {
+        self.0.extend(lock_id, ttl, cancel)
+    }
+    fn is_locked(&self, key: &str, cancel: &CancelToken) -> Result<bool> {
+        self.0.is_locked(key, cancel)
+    }
+    fn lookup(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfo>> {
+        self.0.lookup(what, cancel)
+    }
+    fn capabilities(&self) -> Capabilities {
+        self.0.capabilities()
+    }
+}
+
+#[test]
+fn a_backend_of_the_five_operations_serves_guards_and_refuses_what_it_does_not_have() {
+    let client = syncguard::LockClient::new(Least(MemoryBackend::new()));
+    let guard = client.lock("a").unwrap();
+    assert!(guard.extend(Duration::from_secs(30)).is_ok() && client.get_by_key("a").unwrap().is_some());
+    assert!(client.try_lock("a").unwrap().is_none());
+    assert_eq!(client.get_by_key_raw("a").unwrap_err().code(), ErrorCode::InvalidArgument);
+    assert_eq!(guard.release().unwrap(), ReleaseResult::Released);
 }
 
 #[test]
