@@ -45,6 +45,7 @@ pub struct Operator {
 
 /// How many rows there are. From [`Operator::counts`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub struct Counts {
     /// Leases that are live by the server's clock.
@@ -57,6 +58,7 @@ pub struct Counts {
 
 /// A session that is stuck over a key. From [`Operator::waiters`].
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub struct Waiter {
     /// Its server process.
@@ -73,6 +75,7 @@ pub struct Waiter {
 
 /// What [`Operator::break_lock`] did.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub struct BrokenLock {
     /// The lease that was taken away, live or not; `None` if the key was free, or if its row was not
@@ -84,6 +87,7 @@ pub struct BrokenLock {
 
 /// A counter that nothing has raised for long. From [`Operator::idle_counters`].
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub struct IdleCounter {
     /// [`hash_key`] of the key that the counter notes, or of its fence key where it notes none.

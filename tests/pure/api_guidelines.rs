@@ -232,7 +232,7 @@ mod values_as_text {
 
     use serde_json::{Value, json};
     use syncguard::{
-        AdvisoryKey, AdvisoryLost, Backoff, CancelToken, CloseReport, ErrorCode, ExtendResult, Fence,
+        AdvisoryKey, AdvisoryLost, Backoff, CancelToken, CloseReport, Counts, ErrorCode, ExtendResult, Fence,
         Heartbeat, Jitter, LockBackend, LockEvent, Lookup, LostReason, MemoryBackend, Operation, Reason,
         ReleaseResult, ReleaseSource, TelemetryOptions, with_telemetry,
     };
@@ -265,6 +265,8 @@ mod values_as_text {
         is(&Heartbeat::Every(Duration::from_secs(3)), json!({"every": {"secs": 3, "nanos": 0}}));
         let report = serde_json::to_value(CloseReport::default()).unwrap();
         assert_eq!(report["pending"], json!(0));
+        let counts = json!({"live": 1, "expired": 2, "counters": 3});
+        assert_eq!(serde_json::from_value::<Counts>(counts).unwrap().expired, 2);
     }
 
     #[test]
