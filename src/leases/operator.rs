@@ -388,7 +388,9 @@ fn take_away(at: &ResolvedTables, notifies: bool) -> Statement {
                INSERT INTO {fences} AS c (fence_key, fence{column}) VALUES ($2, 1{value}) \
                ON CONFLICT (fence_key) DO UPDATE SET fence = c.fence + 1 \
                  WHERE c.fence >= 0 AND c.fence < {FENCE_MAX} RETURNING c.fence) \
-             SELECT gone.*, raised.fence, 1 / (SELECT count(*) FROM raised), \
+             SELECT gone.*, raised.fence, \
+               1 / (SELECT count(*) FROM raised AS r WHERE NOT EXISTS (\
+                 SELECT 1 FROM {fences} AS c WHERE c.fence_key = $2 AND c.fence >= r.fence)), \
                (CASE WHEN (SELECT count(*) FROM stood) = (SELECT count(*) FROM gone) THEN '1' ELSE 'stands' END)::int4 \
              FROM (SELECT 1) AS one LEFT JOIN gone ON true LEFT JOIN raised ON true"
         ),

@@ -292,14 +292,23 @@ fn write(tables: &Tables) -> String {
 }
 
 /// Fails the message if the counter was raised and the row does not carry our lock id, `$4`: it was not
-/// written, or a trigger has put the old one back. A burnt fence must not be committed. (Division by zero, 22012, which nothing else here can raise.)
-const ALL_OR_NOTHING: &str = "1 OPERATOR(pg_catalog./) (CASE WHEN EXISTS (SELECT 1 FROM f) AND NOT EXISTS (SELECT 1 FROM u WHERE u.lock_id OPERATOR(pg_catalog.=) $4) THEN 0 ELSE 1 END)";
+/// written, or a trigger has put the old one back. A burnt fence must not be committed. The same where a
+/// trigger has put the counter back, for its number was granted before. (Division by zero, 22012, which
+/// nothing else here can raise.)
+fn all_or_nothing(tables: &Tables) -> String {
+    let fences = &tables.fences;
+    format!(
+        "1 OPERATOR(pg_catalog./) (CASE WHEN EXISTS (SELECT 1 FROM f) AND NOT EXISTS (SELECT 1 FROM u WHERE u.lock_id {EQ} $4) \
+           OR EXISTS (SELECT 1 FROM f, {fences} AS c WHERE c.fence_key {EQ} $2 AND c.fence {GE} f.fence) THEN 0 ELSE 1 END)"
+    )
+}
 
 fn grant(tables: &Tables) -> String {
     format!(
         "WITH ok AS MATERIALIZED (SELECT {CLOCK} AS now), {} \
-         SELECT (SELECT u.expires_at_ms FROM u), (SELECT u.fence FROM u), (SELECT u.version FROM u), {ALL_OR_NOTHING}",
-        write(tables)
+         SELECT (SELECT u.expires_at_ms FROM u), (SELECT u.fence FROM u), (SELECT u.version FROM u), {}",
+        write(tables),
+        all_or_nothing(tables)
     )
 }
 
@@ -322,9 +331,10 @@ fn acquire(tables: &Tables) -> String {
            WHERE held.n {EQ} (SELECT {COUNT} FROM {fences} AS c WHERE c.fence_key {EQ} $2) AND {free} \
              AND NOT EXISTS (SELECT 1 FROM cur WHERE cur.lock_id {EQ} $4)), \
          {} \
-         SELECT (SELECT u.expires_at_ms FROM u), (SELECT u.fence FROM u), (SELECT u.version FROM u), {ALL_OR_NOTHING}, \
+         SELECT (SELECT u.expires_at_ms FROM u), (SELECT u.fence FROM u), (SELECT u.version FROM u), {}, \
            (SELECT {COUNT} FROM ok), (SELECT {COUNT} FROM cur WHERE cur.lock_id {EQ} $4)",
-        write(tables)
+        write(tables),
+        all_or_nothing(tables)
     )
 }
 
@@ -341,23 +351,25 @@ fn acquire(tables: &Tables) -> String {
 ///    (<https://www.postgresql.org/docs/current/ddl-system-columns.html>). If one comes in between, its
 ///    end is waited for, within the limits of every wait.
 /// 4. The clock is read after the counter was taken.
+/// 5. The counter has a greater number than before: a trigger may put the old one back.
 fn acquire_absent(tables: &Tables) -> String {
     let (locks, fences) = (&tables.locks, &tables.fences);
-    let free = format!(
-        "FROM queue WHERE queue.free AND NOT EXISTS (SELECT 1 FROM look) AND NOT EXISTS (\
-           SELECT 1 FROM {fences} AS x WHERE x.fence_key {EQ} $2 \
-             AND x.xmax {NE} '0'::pg_catalog.xid AND x.xmax {NE} x.xmin)"
-    );
+    let free = "FROM queue WHERE queue.free AND NOT EXISTS (SELECT 1 FROM look) \
+           AND NOT EXISTS (SELECT 1 FROM counter WHERE counter.busy)";
     format!(
         "WITH queue AS MATERIALIZED (\
            SELECT pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext($1)::pg_catalog.int8) AS free), \
          look AS MATERIALIZED (\
            SELECT l.expires_at_ms, l.lock_id FROM {locks} AS l WHERE l.key {EQ} $1), \
+         counter AS MATERIALIZED (\
+           SELECT x.fence, x.xmax {NE} '0'::pg_catalog.xid AND x.xmax {NE} x.xmin AS busy \
+           FROM {fences} AS x WHERE x.fence_key {EQ} $2), \
          {}, {} \
          SELECT u.expires_at_ms, u.fence, u.version, (1 OPERATOR(pg_catalog./) \
-           (CASE WHEN u.fence IS NULL THEN 0 ELSE 1 END))::pg_catalog.int8, {DURABLE} FROM f LEFT JOIN u ON true \
+           (CASE WHEN u.fence IS NULL OR EXISTS (SELECT 1 FROM counter WHERE counter.fence {GE} f.fence) \
+             THEN 0 ELSE 1 END))::pg_catalog.int8, {DURABLE} FROM f LEFT JOIN u ON true \
          UNION ALL SELECT look.expires_at_ms, look.lock_id, NULL, {CLOCK}, NULL FROM look",
-        raise(tables, &free),
+        raise(tables, free),
         insert(
             tables,
             ("g.fence", "g.now"),

@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use crate::backend::LockBackend;
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
+use crate::lock::backend_call::ask;
 use crate::lock::registry::{PendingRelease, Registry};
 use crate::lock::report::{OnReleaseError, ReleaseErrorContext, ReleaseSource};
 use crate::model::time::{Clock, Moment};
@@ -224,7 +225,7 @@ impl Engine {
         *state = Reserved::Asking;
         drop(state);
         let mut answer = ReserveAnswer { engine: self, granted: false };
-        let result = self.backend.reserve_renewals(self.call_deadline(end), cancel);
+        let result = ask(|| self.backend.reserve_renewals(self.call_deadline(end), cancel));
         answer.granted = result.is_ok();
         drop(answer);
         result

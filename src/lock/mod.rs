@@ -9,12 +9,14 @@
 //! | `guard` | what a holder sees of it |
 //! | `registry` | the guards, and what the two threads share |
 //! | `engine` | what a client and its guards share |
+//! | `backend_call` | what becomes of a panic of the backend's |
 //! | `release` | releasing one lease, now or at the end of its `min_hold` |
 //! | `timer`, `worker` | the two background threads |
 //! | `background`, `close` | how the threads start, how all of it ends |
 //! | `report` | failures that have no caller |
 
 mod attempt;
+mod backend_call;
 mod background;
 mod close;
 mod engine;
@@ -57,6 +59,7 @@ pub use crate::waiting::{Backoff, Jitter};
 pub(crate) use report::OnReleaseError;
 
 use attempt::LockCall;
+use backend_call::{ask, change};
 use engine::{Engine, Handle};
 
 /// What a [`LockClient`] is built with.
@@ -308,7 +311,7 @@ impl LockClient {
     /// outcome the release may still be on its way, and end the lease later: do not go on working under it.
     pub fn release(&self, lock_id: &str) -> Result<ReleaseResult> {
         LockId::parse(lock_id)?;
-        let result = self.engine().backend.release(lock_id, &self.token);
+        let result = change(Duration::MAX, || self.engine().backend.release(lock_id, &self.token));
         result.map(ReleaseResult::from).map_err(|error| error.with_lock_id(lock_id))
     }
 
@@ -330,7 +333,7 @@ impl LockClient {
     pub fn extend(&self, lock_id: &str, ttl: Duration) -> Result<ExtendResult> {
         LockId::parse(lock_id)?;
         let ttl = Ttl::new(ttl)?.get();
-        let result = self.engine().backend.extend(lock_id, ttl, &self.token);
+        let result = change(ttl, || self.engine().backend.extend(lock_id, ttl, &self.token));
         result.map(ExtendResult::from).map_err(|error| error.with_lock_id(lock_id))
     }
 
@@ -344,7 +347,7 @@ impl LockClient {
     /// ```
     pub fn is_locked(&self, key: &str) -> Result<bool> {
         let key = Key::new(key)?;
-        let result = self.engine().backend.is_locked(key.as_str(), &self.token);
+        let result = ask(|| self.engine().backend.is_locked(key.as_str(), &self.token));
         result.map_err(|error| error.with_key(key.as_str()))
     }
 
@@ -361,7 +364,7 @@ impl LockClient {
     /// ```
     pub fn lookup(&self, what: Lookup<'_>) -> Result<Option<LockInfo>> {
         Self::check_lookup(what)?;
-        self.engine().backend.lookup(what, &self.token)
+        ask(|| self.engine().backend.lookup(what, &self.token))
     }
 
     /// The live lease of this key. See [`lookup`](Self::lookup).
@@ -400,7 +403,7 @@ impl LockClient {
     pub fn get_by_key_raw(&self, key: &str) -> Result<Option<LockInfoRaw>> {
         let what = Lookup::Key(key);
         Self::check_lookup(what)?;
-        self.engine().backend.lookup_raw(what, &self.token)
+        ask(|| self.engine().backend.lookup_raw(what, &self.token))
     }
 
     /// The live lease with this id, with the raw key and lock id: **sensitive**, for debugging.
@@ -416,7 +419,7 @@ impl LockClient {
     pub fn get_by_id_raw(&self, lock_id: &str) -> Result<Option<LockInfoRaw>> {
         let what = Lookup::LockId(lock_id);
         Self::check_lookup(what)?;
-        self.engine().backend.lookup_raw(what, &self.token)
+        ask(|| self.engine().backend.lookup_raw(what, &self.token))
     }
 
     /// Whether a live lease has this id. For diagnosis, never as a guard before a change: use the

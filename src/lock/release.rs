@@ -3,28 +3,18 @@
 use std::time::Duration;
 
 use crate::backend::{LockBackend, LostReason, ReleaseOutcome, RenewOutcome, Renewal};
-use crate::error::{ErrorCode, LockError, Result};
+use crate::error::Result;
+use crate::lock::backend_call::change;
 use crate::lock::engine::Engine;
 use crate::lock::registry::PendingRelease;
 use crate::lock::report::ReleaseErrorContext;
 use crate::model::time::{Moment, TOLERANCE};
-use crate::threads::catch_panic;
 
 /// What became of a lease that was to be let go.
 pub(super) enum ReleaseProgress {
     Done(ReleaseOutcome),
     /// It is kept until the end of `min_hold`.
     Kept,
-}
-
-/// Asks the backend for a change. One that panics has failed, and what it did is not known: what it
-/// was asked for may be in force for as long as `may_last`.
-pub(super) fn change<T>(may_last: Duration, call: impl FnOnce() -> Result<T>) -> Result<T> {
-    catch_panic(call).unwrap_or_else(|| {
-        Err(LockError::new(ErrorCode::Internal)
-            .with_message("the backend panicked: its message is where the program's panics go")
-            .with_unknown_outcome(may_last))
-    })
 }
 
 /// Lets a lease go, or makes sure that it lasts to the end of its `min_hold`.

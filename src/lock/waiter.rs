@@ -18,9 +18,11 @@ use crate::backend::{Heard, Holder, LockBackend, Watch};
 use crate::cancel::Subscription;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::lock::attempt::{AttemptResult, LockCall};
+use crate::lock::backend_call::ask;
 use crate::lock::engine::Engine;
 use crate::lock::guard::LockGuard;
 use crate::model::time::Moment;
+use crate::threads::catch_panic;
 use crate::waiting::{FREED, LISTENING, LOOK, QueuePlace};
 
 /// Waits for the lock.
@@ -158,7 +160,7 @@ impl Waiter {
                 Heard::Freed => FREED,
             });
         };
-        self.watch = self.engine().backend.watch(&self.call.key, Arc::new(heard));
+        self.watch = catch_panic(|| self.engine().backend.watch(&self.call.key, Arc::new(heard))).flatten();
     }
 
     /// A look that is no attempt, unless it finds the key free.
@@ -174,7 +176,7 @@ impl Waiter {
     fn is_held_by_another(&mut self) -> Result<bool> {
         let engine = self.call.engine();
         let deadline = engine.call_deadline(self.end);
-        let found = engine.backend.holder(&self.call.key, deadline, &self.call.token)?;
+        let found = ask(|| engine.backend.holder(&self.call.key, deadline, &self.call.token))?;
         self.holder = found.map(|holder| (holder, engine.clock.now()));
         Ok(found.is_some())
     }

@@ -105,6 +105,35 @@ fn an_acquire_whose_counter_is_swallowed_is_an_error_that_does_not_call_it_exhau
 }
 
 #[test]
+fn a_counter_that_is_put_back_grants_no_fence_a_second_time() {
+    let place = place();
+    let (acquire, lock) = (
+        |key: &str, form| LockBackend::acquire(&place.client, key, TTL, &token(form)),
+        LockOptions::new().timeout(Duration::from_secs(60)),
+    );
+    for two_messages in FORMS {
+        let first = place.hold("free");
+        place.client.release(&first.lock_id).unwrap();
+        place.stored.write("over", &id("old"), -5_000, 3);
+        let held = place.hold("held");
+        let trigger = Trigger::new(&place, COUNTERS, "UPDATE", "RETURN OLD");
+        // No row, a row that is over, and one that an operator takes away.
+        says_what_is_in_the_way(acquire("free", two_messages));
+        says_what_is_in_the_way(place.client.lock_with("free", &lock));
+        says_what_is_in_the_way(acquire("over", two_messages));
+        says_what_is_in_the_way(place.client.operator().break_lock("held", "a test"));
+        drop(trigger);
+        assert_eq!(place.stored.row("free"), None);
+        assert_eq!(place.stored.row("over").unwrap().lock_id, id("old"));
+        assert_eq!(place.stored.row("held").unwrap().lock_id, held.lock_id);
+        let next = acquire("free", two_messages).unwrap().acquired().expect("it is free");
+        assert_eq!(next.fence.get(), first.fence.get() + 1);
+        place.client.release(&next.lock_id).unwrap();
+        place.client.release(&held.lock_id).unwrap();
+    }
+}
+
+#[test]
 fn an_attempt_that_cannot_confirm_its_own_row_is_an_error() {
     let place = place();
     place.stored.run(

@@ -31,13 +31,16 @@ const STATEMENTS: [(&str, &str); 26] = [
     ("a key without a row queues if it can", "pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext($1)"),
     ("it looks for any row", "SELECT l.expires_at_ms, l.lock_id FROM {locks} AS l WHERE l.key {EQ} $1)"),
     ("nothing happens unless it is first", "FROM queue WHERE queue.free AND NOT EXISTS (SELECT 1 FROM look)"),
-    ("a counter that is somebody's is left alone", "x.xmax {NE} '0'::pg_catalog.xid AND x.xmax {NE} x.xmin)"),
+    (
+        "a counter that is somebody's is left alone",
+        "x.xmax {NE} '0'::pg_catalog.xid AND x.xmax {NE} x.xmin AS busy",
+    ),
     (
         "its clock comes after the counter",
         "(\"g.fence\", \"g.now\"),\n            &format!(\"(SELECT f.fence, {CLOCK} AS now FROM f) AS g\")",
     ),
     ("the index decides, not the look", "AS now FROM f) AS g\"),\n            \"NOTHING\""),
-    ("it is all or nothing, too", "(CASE WHEN u.fence IS NULL THEN 0 ELSE 1 END))"),
+    ("it is all or nothing, too", "(CASE WHEN u.fence IS NULL OR EXISTS"),
     (
         "a live lease is judged when it is found",
         "DELETE FROM {locks} AS l WHERE l.lock_id {EQ} $1 AND {alive} ",
@@ -46,10 +49,7 @@ const STATEMENTS: [(&str, &str); 26] = [
         "and once more after the wait",
         "RETURNING 1 OPERATOR(pg_catalog./) (CASE WHEN {alive} THEN 1 ELSE 0 END), {RELAXED}",
     ),
-    (
-        "the grant is durable",
-        "(CASE WHEN u.fence IS NULL THEN 0 ELSE 1 END))::pg_catalog.int8, {DURABLE} FROM f",
-    ),
+    ("the grant is durable", "THEN 0 ELSE 1 END))::pg_catalog.int8, {DURABLE} FROM f"),
     (
         "only who names the version may shorten",
         "CASE WHEN {version} {EQ} {replaced} THEN {asked} ELSE GREATEST({end}, {asked}) END",

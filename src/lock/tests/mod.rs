@@ -2,6 +2,7 @@
 
 mod endings;
 mod guards;
+mod panics;
 mod recorder;
 mod waiting;
 

@@ -177,6 +177,12 @@ impl Recorder {
 
 /// How a call is played.
 impl Recorder {
+    /// For calls that take no other script.
+    fn may_panic(&self, what: &'static str) {
+        let script = self.state.lock().scripts.get_mut(what).and_then(VecDeque::pop_front);
+        assert!(script.is_none(), "scripted");
+    }
+
     fn note(&self, what: &'static str, deadline: Moment) -> Option<Script> {
         let mut state = self.state.lock();
         state.log.push(what);
@@ -270,6 +276,7 @@ impl LockBackend for Recorder {
     }
 
     fn is_locked(&self, key: &str, cancel: &CancelToken) -> Result<bool> {
+        self.may_panic("read");
         self.memory.is_locked(key, cancel)
     }
 
@@ -326,10 +333,12 @@ impl LockBackend for Recorder {
     }
 
     fn lookup(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfo>> {
+        self.may_panic("read");
         self.memory.lookup(what, cancel)
     }
 
     fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoRaw>> {
+        self.may_panic("read");
         self.memory.lookup_raw(what, cancel)
     }
 
