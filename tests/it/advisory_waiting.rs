@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::support::leases::spawn_until_asleep;
 use crate::support::session_locks::{client, connections, holders, key, named, taken};
 use crate::support::{LIMIT, server, together, unique, wait_until};
 use syncguard::{AdvisoryKey, AdvisoryOptions, CancelToken, ErrorCode, PgLockClient, ReleaseResult};
@@ -96,6 +97,38 @@ fn a_token_ends_a_wait() {
     assert_eq!(waits(&cancellable, &forever, &of_client), ErrorCode::Aborted);
     assert_eq!(cancellable.try_advisory_lock(&key).unwrap_err().code(), ErrorCode::Aborted);
     assert!(guard.is_held(), "a token ends waits, not holds");
+}
+
+#[test]
+fn a_waiter_behind_another_one_is_woken_by_its_token_and_by_close() {
+    let (name, key) = (unique(), key());
+    let (client, mut observer) = (named(&name, 5), server().client());
+    let long = AdvisoryOptions::new().max_hold(LIMIT * 3);
+    let guard = client.advisory_lock_with(&key, &long).unwrap();
+    // Only a test that fails waits so long.
+    let options = AdvisoryOptions::new().timeout(LIMIT * 2);
+    let token = CancelToken::new();
+    let start: String = observer.query_one("SELECT clock_timestamp()::text", &[]).unwrap().get(0);
+    thread::scope(|scope| {
+        let first = scope.spawn(|| client.advisory_lock_with(&key, &options).map(drop));
+        wait_until(LIMIT, "the first in the queue has tried", || {
+            let sql = "SELECT count(*) FROM pg_stat_activity WHERE application_name = $1 AND pid <> $2 \
+                       AND state_change > $3::text::timestamptz";
+            observer.query_one(sql, &[&name, &guard.pid(), &start]).unwrap().get::<_, i64>(0) > 0
+        });
+        let cancelled = spawn_until_asleep(scope, || {
+            client.advisory_lock_with(&key, &options.clone().cancel(&token)).map(drop)
+        });
+        token.cancel();
+        wait_until(LIMIT, "it ends", || cancelled.is_finished());
+        assert_eq!(cancelled.join().unwrap().unwrap_err().code(), ErrorCode::Aborted);
+        assert!(!first.is_finished(), "it waits on");
+        let closed = spawn_until_asleep(scope, || client.advisory_lock_with(&key, &options).map(drop));
+        assert!(client.close(LIMIT).unwrap().is_clean());
+        for waiter in [first, closed] {
+            assert_eq!(waiter.join().unwrap().unwrap_err().code(), ErrorCode::Aborted);
+        }
+    });
 }
 
 #[test]

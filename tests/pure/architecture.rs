@@ -8,7 +8,7 @@
 use std::path::Path;
 use std::{fs, iter};
 
-use crate::source::{Source, Token, read_all, walk};
+use crate::source::{Source, Token, read_all};
 
 /// A module imports only from modules with a lower number. A new top-level module needs a line here.
 const FLOORS: [(&str, u8); 15] = [
@@ -39,8 +39,6 @@ const MAY_NAME_DRIVERS: [&str; 4] = ["pg", "leases", "advisory", "client"];
 
 /// The one `static`: where a monotonic clock that has no origin of its own starts to count.
 const STATICS: [(&str, &str); 1] = [("src/model/time.rs", "START")];
-
-const MAX_LINES: usize = 500;
 
 fn top() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -475,64 +473,5 @@ fn no_statement_removes_a_fence_counter() {
     ];
     for sql in fine {
         assert_eq!(fences_destroyed(sql), Vec::<String>::new(), "{sql}");
-    }
-}
-
-/// Comments are not counted: nobody shall save on reasons.
-fn not_too_long(source: &Source) -> Vec<String> {
-    let long = source.lines > MAX_LINES;
-    long.then(|| format!("{}: {} lines without comments, the most is {MAX_LINES}", source.file, source.lines))
-        .into_iter()
-        .collect()
-}
-
-#[test]
-fn no_file_is_too_long_to_read_in_one_sitting() {
-    check(not_too_long);
-    let contract = read_all(top(), "contract/src");
-    assert!(!contract.is_empty(), "the contract suite was not found");
-    assert_eq!(contract.iter().flat_map(not_too_long).collect::<Vec<_>>(), Vec::<String>::new());
-    assert_eq!(count(not_too_long, "src/error.rs", &"\n".repeat(MAX_LINES)), 0);
-    assert_eq!(count(not_too_long, "src/error.rs", &"\n".repeat(MAX_LINES + 1)), 1);
-    assert_eq!(count(not_too_long, "src/error.rs", &"/// words\n".repeat(MAX_LINES + 1)), 0);
-}
-
-/// Directories of somebody's machine, written apart so that this file does not mention them.
-const LOCAL: [[&str; 2]; 5] =
-    [["/wo", "rk/"], ["/tmp", "/h/"], ["/ro", "ot/"], ["/ho", "me/"], ["/Us", "ers/"]];
-
-fn local_paths(text: &str) -> Vec<(usize, &str)> {
-    let names = |line: &str, dir: &str| {
-        line.match_indices(dir).any(|(at, _)| {
-            let before = line.get(..at).and_then(|before| before.chars().next_back());
-            let after = line.get(at + dir.len()..).unwrap_or_default();
-            // Not the middle of a longer path or of a URL; where Homebrew lives is public.
-            before.is_none_or(|c| !c.is_alphanumeric() && !"._-/}$".contains(c))
-                && !after.starts_with("linuxbrew")
-        })
-    };
-    let lines = text.lines().enumerate();
-    lines
-        .filter(|(_, line)| LOCAL.iter().any(|dir| names(line, &dir.concat())))
-        .map(|(n, line)| (n + 1, line))
-        .collect()
-}
-
-#[test]
-fn no_file_mentions_a_path_of_somebodys_machine() {
-    let mut broken = Vec::new();
-    let mut files = 0;
-    walk(top(), &mut |path| {
-        // What is not text is no document.
-        let Ok(text) = fs::read_to_string(path) else { return };
-        files += 1;
-        let name = path.strip_prefix(top()).unwrap_or(path).display().to_string();
-        broken.extend(local_paths(&text).into_iter().map(|(line, text)| format!("{name}:{line}: {text}")));
-    });
-    assert!(files > 10, "only {files} files were read");
-    assert!(broken.is_empty(), "\n{}\n", broken.join("\n"));
-    for dir in LOCAL {
-        assert_eq!(local_paths(&format!("see `{}x`", dir.concat())).len(), 1);
-        assert_eq!(local_paths(&format!("https://example.org{}x", dir.concat())).len(), 0);
     }
 }

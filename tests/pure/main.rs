@@ -5,6 +5,7 @@
 //! | --- | --- |
 //! | `architecture` | The house rules that a compiler does not check: who may use whom, and what must not be there. |
 //! | `documents` | What the documents say about the repository is true, where a machine can tell: links lead |
+//! | `files` | Every file of the repository, as a file: how long it may be, and what must not stand in it. |
 //! | `memory` | The memory backend's own powers: time, faults, losses, and calls that hang. |
 //! | `memory_contract` | The contract, on the memory backend: bare, under telemetry, and on the system's time. |
 //! | `own_code` | A program's own tests, written as its author would: with the public documentation and nothing else. |
@@ -18,6 +19,7 @@
 mod api_guidelines;
 mod architecture;
 mod documents;
+mod files;
 mod memory;
 mod memory_contract;
 mod own_code;
