@@ -2,7 +2,7 @@
 //!
 //! | file | what it holds |
 //! | --- | --- |
-//! | `options` | what a caller may choose, as numbers |
+//! | `options`, `settings` | what a caller may choose for a lock, as numbers, and for a client |
 //! | `attempt` | one attempt to take a lock |
 //! | `waiter` | the one loop that waits |
 //! | `lease` | the state machine of one lease: pure, with its invariants |
@@ -26,6 +26,7 @@ mod options;
 mod registry;
 mod release;
 mod report;
+mod settings;
 mod timer;
 mod waiter;
 mod worker;
@@ -42,7 +43,7 @@ use crate::backend::{
     AcquireResult, Capabilities, ExtendResult, LockBackend, LockInfo, LockInfoRaw, Lookup, ReleaseResult,
 };
 use crate::cancel::CancelToken;
-use crate::error::{LockError, Result};
+use crate::error::Result;
 use crate::model::key::Key;
 use crate::model::lock_id::LockId;
 use crate::model::time::{Moment, Ttl};
@@ -53,6 +54,7 @@ pub use options::{
     DEFAULT_MAX_RETRIES, DEFAULT_RETRY_DELAY, DEFAULT_TIMEOUT, DEFAULT_TTL, Heartbeat, LockOptions,
 };
 pub use report::{ReleaseErrorContext, ReleaseSource};
+pub use settings::ClientSettings;
 
 pub use crate::waiting::{Backoff, Jitter};
 
@@ -61,44 +63,6 @@ pub(crate) use report::OnReleaseError;
 use attempt::LockCall;
 use backend_call::{ask, change};
 use engine::{Engine, Handle};
-
-/// What a [`LockClient`] is built with.
-#[derive(Clone)]
-pub struct ClientSettings {
-    /// How long a guard's `Drop`, and the end of `with_lock`, may take to release. Default 5 s.
-    pub dispose_timeout: Duration,
-    pub(crate) on_release_error: Option<OnReleaseError>,
-}
-
-impl ClientSettings {
-    /// Called when an automatic release failed, unless the lock's own options say otherwise. Without
-    /// it such failures are logged as warnings in debug builds and with `SYNCGUARD_DEBUG=true`.
-    ///
-    /// It lives as long as the client: one that holds a client keeps it, and its threads, forever.
-    #[must_use]
-    pub fn on_release_error(
-        mut self,
-        callback: impl Fn(&LockError, &ReleaseErrorContext) + Send + Sync + 'static,
-    ) -> Self {
-        self.on_release_error = Some(OnReleaseError::new(Arc::new(callback)));
-        self
-    }
-}
-
-impl Default for ClientSettings {
-    fn default() -> Self {
-        Self { dispose_timeout: Duration::from_secs(5), on_release_error: None }
-    }
-}
-
-impl fmt::Debug for ClientSettings {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ClientSettings")
-            .field("dispose_timeout", &self.dispose_timeout)
-            .field("on_release_error", &self.on_release_error.is_some())
-            .finish()
-    }
-}
 
 /// Locks over any [`LockBackend`]: waiting, renewal, guards.
 ///

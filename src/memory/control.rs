@@ -1,18 +1,16 @@
 //! What a test does to a [`MemoryBackend`], and what it sees in it.
 
-use std::collections::BTreeMap;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::backend::{AcquireResult, Acquired};
 use crate::error::Result;
 use crate::memory::MemoryBackend;
-use crate::memory::fault::{Call, Fault, Gate, GateInner, Kind, Loss, Orders};
-use crate::memory::store::{OrderedLoss, Store};
-use crate::memory::time::ServerTime;
+use crate::memory::fault::{Call, Fault, Gate, Kind, Loss};
+use crate::memory::shared::Counts;
+use crate::memory::store::OrderedLoss;
 use crate::model::lock_id::LockId;
-use crate::model::time::{Clock, MAX_TTL, TIME_TOLERANCE_MS, Ttl, deadline_after};
-use crate::sync::{Condvar, Mutex};
+use crate::model::time::{MAX_TTL, TIME_TOLERANCE_MS, Ttl, deadline_after};
 
 /// Time.
 impl MemoryBackend {
@@ -446,95 +444,3 @@ impl MemoryBackend {
 
 /// How long a holder that a test has invented keeps a key it took over.
 const TAKER_TTL: Duration = Duration::from_secs(300);
-
-/// What the clones of a backend have in common. Its mutexes are never held together.
-pub(super) struct Shared {
-    pub(super) clock: Clock,
-    state: Mutex<State>,
-    orders: Mutex<Orders>,
-    counts: Mutex<Counts>,
-    answered: Condvar,
-    gates: Mutex<Vec<Weak<GateInner>>>,
-}
-
-struct State {
-    store: Store,
-    time: ServerTime,
-}
-
-#[derive(Default)]
-struct Counts {
-    arrived: BTreeMap<Call, u64>,
-    answered: BTreeMap<Call, u64>,
-    closes: u64,
-}
-
-impl Shared {
-    pub(super) fn new(clock: Clock) -> Arc<Self> {
-        let shared = Arc::new(Self {
-            state: Mutex::new(State { store: Store::default(), time: ServerTime::of(&clock) }),
-            clock,
-            orders: Mutex::default(),
-            counts: Mutex::default(),
-            answered: Condvar::new(),
-            gates: Mutex::default(),
-        });
-        // Weak: the clock belongs to what it wakes.
-        let weak = Arc::downgrade(&shared);
-        shared.clock.on_advance(move || {
-            if let Some(shared) = weak.upgrade() {
-                shared.nudge_gates();
-            }
-        });
-        shared
-    }
-
-    /// One indivisible step at one server time.
-    pub(super) fn decide<T>(&self, work: impl FnOnce(&mut Store, i64) -> T) -> T {
-        let mut state = self.state.lock();
-        let now = state.time.now_ms();
-        work(&mut state.store, now)
-    }
-
-    pub(super) fn take_fault(&self, call: Call) -> Option<Fault> {
-        self.orders.lock().take(call)
-    }
-
-    /// Counts a call now, and its answer when the result is dropped.
-    pub(super) fn arrive(&self, call: Call) -> Answer<'_> {
-        *self.counts.lock().arrived.entry(call).or_default() += 1;
-        Answer { shared: self, call }
-    }
-
-    pub(super) fn count_close(&self) {
-        self.counts.lock().closes += 1;
-    }
-
-    fn gate(&self) -> Gate {
-        let gate = Arc::<GateInner>::default();
-        let mut gates = self.gates.lock();
-        gates.retain(|gate| gate.strong_count() > 0);
-        gates.push(Arc::downgrade(&gate));
-        Gate(gate)
-    }
-
-    fn nudge_gates(&self) {
-        let gates = self.gates.lock().clone();
-        for gate in gates.iter().filter_map(Weak::upgrade) {
-            gate.nudge();
-        }
-    }
-}
-
-/// A call on its way.
-pub(super) struct Answer<'a> {
-    shared: &'a Shared,
-    call: Call,
-}
-
-impl Drop for Answer<'_> {
-    fn drop(&mut self) {
-        *self.shared.counts.lock().answered.entry(self.call).or_default() += 1;
-        self.shared.answered.notify_all();
-    }
-}

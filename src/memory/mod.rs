@@ -130,6 +130,7 @@
 mod call;
 mod control;
 mod fault;
+mod shared;
 mod store;
 mod time;
 
@@ -150,7 +151,7 @@ use crate::model::time::{Clock, Moment, Ttl};
 pub use fault::{Call, Fault, Gate, Loss};
 
 use call::Effect;
-use control::Shared;
+use shared::Shared;
 use store::StoredKey;
 
 /// A [`LockBackend`] that keeps its leases in this process. See the [module](crate::memory).
