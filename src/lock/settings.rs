@@ -7,7 +7,7 @@ use std::time::Duration;
 use crate::error::LockError;
 use crate::lock::report::{OnReleaseError, ReleaseErrorContext};
 
-/// What a [`LockClient`] is built with.
+/// What a [`LockClient`](crate::LockClient) is built with.
 #[derive(Clone)]
 pub struct ClientSettings {
     /// How long a guard's `Drop`, and the end of `with_lock`, may take to release. Default 5 s.

@@ -18,7 +18,7 @@ pub enum Call {
     Acquire,
     /// `release` and `release_by`.
     Release,
-    /// `extend`, `extend_by` and `prolong`.
+    /// `extend` and `prolong`.
     Extend,
     /// `renew`: one call, however many leases it has.
     Renew,

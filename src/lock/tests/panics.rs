@@ -36,7 +36,7 @@ fn a_look_that_panics_while_waiting_ends_the_wait_with_an_error_and_the_queue_go
     let options = LockOptions::new().retry_delay(Duration::ZERO).max_retries(2);
     let lock = |key| client.lock_with(key, &options);
     let held = lock("k").unwrap();
-    backend.script("peek", [Script::Panic]);
+    backend.script("holder", [Script::Panic]);
     has_failed(lock("k"), false);
     assert_eq!(lock("k").unwrap_err().code(), ErrorCode::AcquisitionTimeout);
     drop(held);

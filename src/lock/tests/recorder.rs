@@ -259,7 +259,7 @@ impl LockBackend for Recorder {
 
     fn holder(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<Option<Holder>> {
         cancel.check()?;
-        let script = self.note("peek", deadline);
+        let script = self.note("holder", deadline);
         self.play(Call::Holder, script, Some(Holder::default()), |memory| {
             memory.holder(key, Moment::NEVER, &CancelToken::never())
         })

@@ -8,13 +8,13 @@ use std::thread;
 fn contention_is_waited_out_with_one_full_attempt_and_then_looks() {
     let backend = Recorder::system();
     backend.script("attempt", [Script::No]);
-    backend.script("peek", [Script::No, Script::No]);
+    backend.script("holder", [Script::No, Script::No]);
     let options = LockOptions::new().retry_delay(ms(1)).jitter(Jitter::None);
     let guard_ = client(&backend).lock_with("k", &options).unwrap();
     assert_eq!(guard_.key(), "k");
     // A slow machine may also ask for a watch.
     let log: Vec<_> = backend.state.lock().log.iter().copied().filter(|call| *call != "watch").collect();
-    assert_eq!(log, ["attempt", "peek", "peek", "peek", "attempt"]);
+    assert_eq!(log, ["attempt", "holder", "holder", "holder", "attempt"]);
 }
 
 #[test]
@@ -27,7 +27,7 @@ fn attempts_are_one_and_the_retries_and_the_error_says_how_many() {
     assert!(error.to_string().contains("in 4 attempts"), "{error}");
     assert!(error.to_string().contains("raise max_retries"), "not the time: {error}");
     assert_eq!(error.key(), Some("k"));
-    assert_eq!((backend.count("attempt"), backend.count("peek")), (1, 3));
+    assert_eq!((backend.count("attempt"), backend.count("holder")), (1, 3));
     let none = LockOptions::new().max_retries(0);
     assert!(client(&backend).lock_with("k", &none).unwrap_err().to_string().contains("in 1 attempt:"));
 }
@@ -50,7 +50,7 @@ fn a_stated_timeout_is_waited_out_however_many_tries_that_takes() {
     let error = waiter.join().unwrap().unwrap_err();
     assert_eq!(error.code(), ErrorCode::AcquisitionTimeout);
     assert!(backend.now() >= start.after(s(120)), "it ended early: {error}");
-    assert!(backend.count("peek") > 10, "it went on looking: {error}");
+    assert!(backend.count("holder") > 10, "it went on looking: {error}");
 }
 
 #[test]
@@ -94,7 +94,7 @@ fn conflicts_are_contention_and_other_errors_come_back_at_once() {
     assert_eq!(client(&backend).lock("k").unwrap_err().code(), ErrorCode::ServiceUnavailable);
     assert_eq!(backend.count("attempt"), 4);
     backend.script("attempt", [Script::No]);
-    backend.script("peek", [Script::Fail(ErrorCode::AuthFailed)]);
+    backend.script("holder", [Script::Fail(ErrorCode::AuthFailed)]);
     assert_eq!(client(&backend).lock_with("k", &options).unwrap_err().code(), ErrorCode::AuthFailed);
 }
 
@@ -334,7 +334,7 @@ fn a_wake_up_from_outside_ends_the_pause_and_costs_no_retry() {
     backend.remove("k");
     client.wake_waiter("k");
     assert!(waiter.join().unwrap().unwrap().is_held());
-    assert_eq!(backend.count("peek"), 0);
+    assert_eq!(backend.count("holder"), 0);
 }
 
 #[test]
@@ -350,7 +350,7 @@ fn an_unknown_outcome_is_never_waited_out() {
 fn a_call_that_the_timeout_cut_short_is_the_timeout_of_the_whole() {
     let backend = Recorder::manual();
     backend.script("attempt", [Script::No]);
-    backend.script("peek", [Script::Late]);
+    backend.script("holder", [Script::Late]);
     let client = client(&backend);
     let waiter = thread::spawn(move || client.lock("k"));
     eventually("the pause", || backend.count("attempt") == 1);
@@ -400,13 +400,13 @@ fn a_long_wait_is_watched_and_what_is_heard_ends_it() {
     assert_eq!(key, "k");
     eventually("the look that was due is over", || {
         backend.advance(ms(250));
-        backend.count("peek") > 0
+        backend.count("holder") > 0
     });
     // From here on the clock stands still: no look is due by itself, but for one under way.
     let looks = std::cell::Cell::new(0);
-    eventually("it sleeps", || looks.replace(backend.count("peek")) == looks.get());
+    eventually("it sleeps", || looks.replace(backend.count("holder")) == looks.get());
     heard(Heard::Listening);
-    eventually("it looks", || backend.count("peek") > looks.get());
+    eventually("it looks", || backend.count("holder") > looks.get());
     assert_eq!(backend.count("attempt"), 1, "and finds the key taken");
     for n in 2..5 {
         heard(Heard::Freed);
@@ -465,16 +465,16 @@ fn a_backend_that_cannot_watch_is_asked_again_later() {
         backend.advance(ms(10));
         backend.count("watch") == 1
     });
-    let before = backend.count("peek");
+    let before = backend.count("holder");
     eventually("it looks", || {
         backend.advance(ms(10));
-        backend.count("peek") >= before + 3
+        backend.count("holder") >= before + 3
     });
     eventually("it is asked again, until it can", || {
         backend.advance(ms(250));
         backend.count("watch") == 3
     });
-    let looks = backend.count("peek") - before;
+    let looks = backend.count("holder") - before;
     assert!(looks > 4, "not at every look: {looks}");
     backend.remove("k");
     let heard = backend.state.lock().watching[0].1.clone();
