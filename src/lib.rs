@@ -21,6 +21,7 @@
 //! | [`Fence`] | the fencing token of a grant |
 //! | [`CancelToken`] | ends waits; also what fires when a lock is lost |
 //! | [`AdvisoryGuard`], [`AdvisoryKey`], [`AdvisoryOptions`] | session locks |
+//! | [`Term`], [`Leader`] | leader election: a term of one's own, and who leads |
 //! | [`Operator`] | who holds what, counts, cleanup, breaking a lock |
 //! | [`MemoryBackend`], [`LockClient`] | locks without a server, for tests |
 //! | [`TelemetryOptions`] | every operation as an event |
@@ -92,6 +93,12 @@
 //! transaction.commit().unwrap();
 //! # Ok::<(), syncguard::LockError>(())
 //! ```
+//!
+//! # One leader among many processes
+//!
+//! [`elect`](PgLockClient::elect) campaigns for a key, runs a closure for each [`Term`] that it wins, and
+//! campaigns again; [`leader`](PgLockClient::leader) tells anybody who leads. `docs/election.md` in the
+//! repository has the rest.
 //!
 //! # Without guards
 //!
@@ -187,7 +194,8 @@ pub use client::{PgLockClient, PgLockClientBuilder};
 
 pub use lock::{
     Backoff, ClientSettings, CloseReport, DEFAULT_MAX_RETRIES, DEFAULT_RETRY_DELAY, DEFAULT_TIMEOUT,
-    DEFAULT_TTL, Heartbeat, Jitter, LockClient, LockGuard, LockOptions, ReleaseErrorContext, ReleaseSource,
+    DEFAULT_TTL, Heartbeat, Jitter, Leader, LockClient, LockGuard, LockOptions, ReleaseErrorContext,
+    ReleaseSource, Term,
 };
 
 pub use cancel::CancelToken;
@@ -236,6 +244,7 @@ safe_to_unwind!(
     PgLockClientBuilder,
     LockClient,
     LockGuard,
+    Term,
     LockOptions,
     ClientSettings,
     LockError,
@@ -257,6 +266,8 @@ mod documents {
     struct Fencing;
     #[doc = include_str!("../docs/errors.md")]
     struct Errors;
+    #[doc = include_str!("../docs/election.md")]
+    struct Election;
     #[doc = include_str!("../docs/operations.md")]
     struct Operations;
     #[doc = include_str!("../docs/advisory-locks.md")]

@@ -3,7 +3,7 @@
 use crate::backend::LockBackend;
 use crate::error::Result;
 use crate::leases::fence_error;
-use crate::lock::LockGuard;
+use crate::lock::{LockGuard, Term};
 use crate::model::fence::Fence;
 use crate::pg::guard_runtime;
 
@@ -50,6 +50,34 @@ impl LockGuard {
     pub fn fence_transaction(&self, transaction: &mut postgres::Transaction<'_>) -> Result<()> {
         self.check_process()?;
         assert_fence(&**self.backend(), transaction, self.key(), self.fence(), Some(self.lock_id()))
+    }
+}
+
+impl Term {
+    /// Makes the caller's transaction impossible to commit unless this term is the newest of its key and its
+    /// lease is live: whatever a leader writes that was paused and wakes up late is refused. See
+    /// [`LockGuard::fence_transaction`], also for errors.
+    ///
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// # use syncguard::postgres::{Client, NoTls};
+    /// # let mut connection = Client::connect("postgresql://app@db.example/app", NoTls).unwrap();
+    /// use std::ops::ControlFlow::{Break, Continue};
+    /// use syncguard::LockOptions;
+    ///
+    /// client.elect("scheduler", &LockOptions::new(), |term| {
+    ///     let mut transaction = connection.transaction().unwrap();
+    ///     if term.fence_transaction(&mut transaction).is_err() {
+    ///         return Continue(()); // the transaction is rolled back; another process leads
+    ///     }
+    ///     transaction.execute("UPDATE job SET state = 'started' WHERE id = 7", &[]).unwrap();
+    ///     transaction.commit().unwrap();
+    ///     Break(())
+    /// })?;
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    pub fn fence_transaction(&self, transaction: &mut postgres::Transaction<'_>) -> Result<()> {
+        self.guard().fence_transaction(transaction)
     }
 }
 

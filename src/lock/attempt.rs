@@ -21,6 +21,7 @@ use crate::model::time::{Moment, TOLERANCE};
 use crate::sync::Mutex;
 
 /// One call of `lock` or `try_lock`: who asks, and for what.
+#[derive(Clone)]
 pub(super) struct LockCall {
     pub(super) handle: Arc<Handle>,
     pub(super) key: Arc<str>,

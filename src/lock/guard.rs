@@ -1,6 +1,7 @@
 //! What a holder has.
 
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -51,7 +52,7 @@ impl LockGuard {
         Self { state, source: ReleaseSource::Drop, handle }
     }
 
-    /// Names the end of `with_lock` as what releases.
+    /// Names the end of a closure as what releases.
     pub(super) fn for_helper(mut self) -> Self {
         self.source = ReleaseSource::Helper;
         self
@@ -390,6 +391,14 @@ impl LockGuard {
             }
         }
     }
+}
+
+/// Runs `work` under what is held, and lets go of that before a panic goes on: a guard that is dropped by
+/// unwinding leaves the release to the worker.
+pub(super) fn run_holding<H, T>(held: H, work: impl FnOnce(&H) -> T) -> T {
+    let result = catch_unwind(AssertUnwindSafe(|| work(&held)));
+    drop(held);
+    result.unwrap_or_else(|panic| resume_unwind(panic))
 }
 
 /// Releases a lease on this thread, and signals this process's first waiter. Where thread-locals are

@@ -7,6 +7,7 @@
 //! | `waiter` | the one loop that waits |
 //! | `lease` | the state machine of one lease: pure, with its invariants |
 //! | `guard` | what a holder sees of it |
+//! | `election` | campaigns for a key, and the terms of its leaders |
 //! | `registry` | the guards, and what the two threads share |
 //! | `engine` | what a client and its guards share |
 //! | `backend_call` | what becomes of a panic of the backend's |
@@ -19,6 +20,7 @@ mod attempt;
 mod backend_call;
 mod background;
 mod close;
+mod election;
 mod engine;
 mod guard;
 mod lease;
@@ -35,7 +37,7 @@ mod worker;
 mod tests;
 
 use std::fmt;
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -49,6 +51,7 @@ use crate::model::lock_id::LockId;
 use crate::model::time::{Moment, Ttl};
 
 pub use close::CloseReport;
+pub use election::{Leader, Term};
 pub use guard::LockGuard;
 pub use options::{
     DEFAULT_MAX_RETRIES, DEFAULT_RETRY_DELAY, DEFAULT_TIMEOUT, DEFAULT_TTL, Heartbeat, LockOptions,
@@ -63,6 +66,7 @@ pub(crate) use report::OnReleaseError;
 use attempt::LockCall;
 use backend_call::{ask, change};
 use engine::{Engine, Handle};
+use guard::run_holding;
 
 /// Locks over any [`LockBackend`]: waiting, renewal, guards.
 ///
@@ -77,6 +81,7 @@ use engine::{Engine, Handle};
 /// | --- | --- |
 /// | `lock`, `lock_with` | `timeout` of the options, 5 s by default; forever with `wait_forever`. The first lock of a client with a heartbeat also has the backend prepare its renewals, once, in the same time |
 /// | `with_lock` | that, the time of its closure, and `dispose_timeout` |
+/// | `elect` | no limit: see there |
 /// | `close` | its `deadline`, by the system's clock, and 50 ms for threads that have nothing left to do. Called from one of the client's own callbacks it does not wait for the thread that it is on |
 /// | all others | `operation_timeout` of the backend |
 ///
@@ -222,15 +227,92 @@ impl LockClient {
         options: &LockOptions,
         work: impl FnOnce(&LockGuard) -> T,
     ) -> Result<T> {
-        let guard = self.lock_with(key, options)?.for_helper();
-        // Caught, so that the lock is released before the panic goes on: a guard that is dropped by
-        // unwinding leaves the release to the worker.
-        let result = catch_unwind(AssertUnwindSafe(|| work(&guard)));
-        drop(guard);
-        match result {
-            Ok(value) => Ok(value),
-            Err(panic) => resume_unwind(panic),
-        }
+        Ok(run_holding(self.lock_with(key, options)?.for_helper(), work))
+    }
+
+    /// Campaigns for the leadership of `key`, runs `lead` for each term that this client wins, and campaigns
+    /// again, until `lead` returns `Break`: its value is the answer.
+    ///
+    /// The leader is whoever holds the plain lease of the key, so that `lock`, `lookup` and other clients see
+    /// it as a holder. The [`Term`] is lost as a lease is; look at [`is_held`](Term::is_held) or wait for
+    /// [`lost`](Term::lost). Leaving `lead` steps down: with `Continue` the other candidates have
+    /// [`retry_delay`](LockOptions::retry_delay) (half of it at least, by the default jitter) to take over before
+    /// this one campaigns again, under a new id and a new term. A panic of `lead` goes on after the lease is
+    /// released.
+    ///
+    /// A leader that leaves in order is followed as soon as another candidate hears of it; one whose process
+    /// dies, after the ttl and a second. One that is paused for longer does not know until it looks: work that
+    /// must not come late belongs into a [fenced transaction](Term::fence_transaction).
+    ///
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// use std::ops::ControlFlow::{Break, Continue};
+    /// use std::time::Duration;
+    /// use syncguard::LockOptions;
+    ///
+    /// let mut jobs = 0;
+    /// let done = client.elect("scheduler", &LockOptions::new().ttl(Duration::from_secs(10)), |term| {
+    ///     while term.is_held() {
+    ///         jobs += 1; // one job of the leader's
+    ///         if jobs == 3 {
+    ///             return Break(jobs);
+    ///         }
+    ///     }
+    ///     Continue(())
+    /// })?;
+    /// assert_eq!(done, 3);
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Aborted`](crate::ErrorCode::Aborted) when a token fired or the client was closed;
+    /// [`InvalidArgument`](crate::ErrorCode::InvalidArgument) for a bad key or bad options, before any I/O. While
+    /// it campaigns, `ServiceUnavailable`, `NetworkTimeout` and `RateLimited` are waited out: the pauses grow
+    /// from `retry_delay` to five seconds, and the log says once that it waits. Other errors are for the
+    /// program to mend, and are returned. After an error nothing is held, unless
+    /// [`is_outcome_unknown`](crate::LockError::is_outcome_unknown) says so, as for [`lock_with`](Self::lock_with).
+    /// A step-down whose release failed goes to `on_release_error`, and the client's worker repeats it until the
+    /// lease would be over; until then the key may stay held, with nobody who trusts the term.
+    ///
+    /// # Blocking
+    ///
+    /// Without a limit: neither `timeout` nor `max_retries` of the options ends a campaign.
+    ///
+    /// # Cancellation
+    ///
+    /// A token ends a campaign, not a term: `lead` looks at it for itself.
+    pub fn elect<T>(
+        &self,
+        key: &str,
+        options: &LockOptions,
+        lead: impl FnMut(&Term) -> ControlFlow<T>,
+    ) -> Result<T> {
+        let call = self.call(key, &options.without_limits())?;
+        let key = Arc::clone(&call.key);
+        election::elect(call, lead).map_err(|error| error.with_key(&*key))
+    }
+
+    /// Who leads, by the server's clock and no other: the term of whoever holds the key, or `None`.
+    ///
+    /// One plain read that locks and writes nothing, for observers and dashboards. It may have changed when you
+    /// read the answer: a leader asks its own [`Term`].
+    ///
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// use std::ops::ControlFlow::Break;
+    /// use syncguard::LockOptions;
+    ///
+    /// client.elect("scheduler", &LockOptions::new(), |term| {
+    ///     let leader = client.leader("scheduler").unwrap().expect("we lead");
+    ///     assert_eq!(leader.term, term.number());
+    ///     Break(())
+    /// })?;
+    /// assert_eq!(client.leader("scheduler")?, None);
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    pub fn leader(&self, key: &str) -> Result<Option<Leader>> {
+        Ok(self.get_by_key(key)?.as_ref().map(Leader::of))
     }
 
     /// Tries once to take the key, without a guard: nothing renews the lease, nothing releases it.

@@ -284,6 +284,11 @@ impl LockOptions {
         self
     }
 
+    /// The same for a wait that only a token, or the client's end, is to end.
+    pub(super) fn without_limits(&self) -> Self {
+        Self { timeout: Some(Timeout::Never), max_retries: None, ..self.clone() }
+    }
+
     /// The options as numbers, or what is wrong with them.
     pub(super) fn resolve(&self) -> Result<ResolvedOptions> {
         let ttl = Ttl::new(self.ttl.unwrap_or(DEFAULT_TTL))?.get();
@@ -354,6 +359,7 @@ impl fmt::Debug for LockOptions {
 }
 
 /// Validated options.
+#[derive(Clone)]
 pub(super) struct ResolvedOptions {
     pub(super) ttl: Duration,
     /// `None`: forever.

@@ -17,7 +17,7 @@ pub(crate) type OnReleaseError = UserValue<Arc<dyn Fn(&LockError, &ReleaseErrorC
 pub enum ReleaseSource {
     /// A guard's `Drop`.
     Drop,
-    /// The end of `with_lock`.
+    /// The end of the closure of `with_lock`, or of a term of `elect`.
     Helper,
     /// The client's worker gave up on a lease whose release, or whose acquire, had failed before:
     /// that failure was returned to its caller.

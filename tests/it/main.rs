@@ -17,6 +17,7 @@
 //! | `concurrency` | One holder per key and ever greater fences, whoever comes from wherever at the same time. |
 //! | `contract_postgres` | The contract of a backend, on PostgreSQL: the plain client, one with telemetry, one on a caller's |
 //! | `edges` | The rule of liveness at its edge, to the millisecond, on PostgreSQL: with a server whose clock stands |
+//! | `election` | Leader election on a real server: handoffs, crashes, restarts, lost answers, fenced terms. |
 //! | `environments` | Nothing that a session carries changes an answer: the contract, a renewal, a session lock, the |
 //! | `examples` | The examples do what they say, on a real server and as real processes. |
 //! | `fast_paths` | Statements that are called often, which the driver prepares itself: what is true of a call must be |
@@ -55,6 +56,7 @@ mod compat_typescript;
 mod concurrency;
 mod contract_postgres;
 mod edges;
+mod election;
 mod environments;
 mod examples;
 mod fast_paths;

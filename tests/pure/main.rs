@@ -5,6 +5,7 @@
 //! | --- | --- |
 //! | `architecture` | The house rules that a compiler does not check: who may use whom, and what must not be there. |
 //! | `documents` | What the documents say about the repository is true, where a machine can tell: links lead |
+//! | `election` | Leader election over the memory backend: what others got wrong, by name, and what ends a campaign. |
 //! | `files` | Every file of the repository, as a file: how long it may be, and what must not stand in it. |
 //! | `memory` | The memory backend's own powers: time, faults, losses, and calls that hang. |
 //! | `memory_contract` | The contract, on the memory backend: bare, under telemetry, and on the system's time. |
@@ -19,6 +20,7 @@
 mod api_guidelines;
 mod architecture;
 mod documents;
+mod election;
 mod files;
 mod memory;
 mod memory_contract;

@@ -6,6 +6,7 @@
 use std::error::Error;
 use std::fmt::Display;
 use std::hash::Hash;
+use std::ops::ControlFlow;
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -13,9 +14,9 @@ use syncguard::backend::{ExtendOutcome, ReleaseOutcome};
 use syncguard::postgres::{self, Client, Config, NoTls, Transaction};
 use syncguard::{
     AcquireResult, Acquired, AdvisoryGuard, AdvisoryKey, AdvisoryOptions, Backoff, CancelToken, Capabilities,
-    CloseReport, ErrorCode, ExtendResult, Fence, Heartbeat, Jitter, LockBackend, LockError, LockGuard,
-    LockInfo, LockInfoRaw, LockOptions, Lookup, LostReason, MemoryBackend, PgLockClient, PgLockClientBuilder,
-    ReleaseErrorContext, ReleaseResult, Result, TelemetryOptions,
+    CloseReport, ErrorCode, ExtendResult, Fence, Heartbeat, Jitter, Leader, LockBackend, LockError,
+    LockGuard, LockInfo, LockInfoRaw, LockOptions, Lookup, LostReason, MemoryBackend, PgLockClient,
+    PgLockClientBuilder, ReleaseErrorContext, ReleaseResult, Result, TelemetryOptions, Term,
 };
 
 type Pool = syncguard::r2d2::Pool<syncguard::r2d2_postgres::PostgresConnectionManager<NoTls>>;
@@ -72,6 +73,21 @@ fn locks(client: &PgLockClient, options: &LockOptions, token: &CancelToken) -> R
     let _: PgLockClient = client.cancellable(token);
     let _: CloseReport = client.close(Duration::ZERO)?;
     client.setup_schema()
+}
+
+fn election(client: &PgLockClient, options: &LockOptions, mut sql: Client) -> Result<u8> {
+    if let Some(Leader { term, since_ms, expires_at_ms, owner }) = client.leader("a")? {
+        let _: (Fence, i64, i64, Option<String>) = (term, since_ms, expires_at_ms, owner);
+    }
+    client.elect("a", options, |term: &Term| -> ControlFlow<u8> {
+        let _: (Fence, bool, Duration, &CancelToken) =
+            (term.number(), term.is_held(), term.remaining(), term.lost());
+        let mut transaction = sql.transaction().unwrap();
+        match term.fence_transaction(&mut transaction) {
+            Ok(()) => ControlFlow::Break(1),
+            Err(_) => ControlFlow::Continue(()),
+        }
+    })
 }
 
 fn operations(client: &PgLockClient, ttl: Duration) -> Result<()> {
@@ -182,7 +198,7 @@ fn what_programs_are_written_against_has_the_same_names_and_shapes() {
     anywhere::<AdvisoryGuard>();
     anywhere::<LockError>();
     a_number::<Fence>();
-    let _ = (builder, lock_options, locks, operations, held, session_locks);
+    let _ = (builder, lock_options, locks, election, operations, held, session_locks);
     let _: fn(&str) -> Result<PgLockClient> = PgLockClient::connect;
     let _: fn(&mut Client) -> std::result::Result<Transaction<'_>, postgres::Error> = Client::transaction;
 
