@@ -195,7 +195,7 @@ pub use client::{PgLockClient, PgLockClientBuilder};
 pub use lock::{
     Backoff, ClientSettings, CloseReport, DEFAULT_MAX_RETRIES, DEFAULT_RETRY_DELAY, DEFAULT_TIMEOUT,
     DEFAULT_TTL, Heartbeat, Jitter, Leader, LockClient, LockGuard, LockOptions, ReleaseErrorContext,
-    ReleaseSource, Term,
+    ReleaseSource, Semaphore, Term,
 };
 
 pub use cancel::CancelToken;
@@ -221,8 +221,8 @@ pub use telemetry::{
 // How keys, fences and ids look: every SyncGuard client computes the same.
 pub use model::hash::hash_key;
 pub use model::key::{
-    BACKEND_LIMIT_POSTGRES, MAX_KEY_LENGTH_BYTES, RESERVE_BYTES_POSTGRES, make_fence_key, make_storage_key,
-    normalize_and_validate_key,
+    BACKEND_LIMIT_POSTGRES, MAX_KEY_LENGTH_BYTES, MAX_PERMITS, RESERVE_BYTES_POSTGRES, make_fence_key,
+    make_storage_key, normalize_and_validate_key,
 };
 pub use model::lock_id::validate_lock_id;
 pub use model::time::{MAX_TTL, TIME_TOLERANCE_MS, is_live};
@@ -253,6 +253,7 @@ safe_to_unwind!(
     CancelToken,
     MemoryBackend,
     Operator,
+    Semaphore,
     TelemetryHandle,
     TelemetryOptions,
 );
@@ -270,6 +271,8 @@ mod documents {
     struct Election;
     #[doc = include_str!("../docs/operations.md")]
     struct Operations;
+    #[doc = include_str!("../docs/semaphores.md")]
+    struct Semaphores;
     #[doc = include_str!("../docs/advisory-locks.md")]
     struct AdvisoryLocks;
 }

@@ -57,6 +57,7 @@ mod cancelling;
 mod fences;
 mod keys;
 mod ownership;
+mod permits;
 mod racing;
 mod reading;
 mod renewals;
@@ -236,4 +237,12 @@ cases! { $
     racing::an_extend_and_a_take_over_never_both_succeed,
     racing::fences_are_handed_out_once_and_in_the_order_of_the_grants,
     racing::lookups_never_mix_two_owners,
+    permits::as_many_permits_are_granted_as_the_limit_says,
+    permits::a_permit_is_a_lease_under_a_key_of_its_own,
+    permits::the_same_attempt_for_a_permit_again_answers_with_its_first_grant,
+    permits::permits_beyond_a_lowered_limit_are_counted_and_not_granted,
+    permits::what_cannot_be_a_permit_is_refused_without_effect,
+    permits::a_fired_token_or_a_deadline_ends_a_call_for_a_permit,
+    permits::permits_are_renewed_under_the_keys_of_their_guards,
+    permits::of_many_as_many_get_a_permit_as_there_are,
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::backend::{
     AcquireResult, Attempt, Capabilities, ExtendOutcome, Grant, Holder, LockBackend, LockInfo, LockInfoRaw,
-    Lookup, OnHeard, ReleaseOutcome, RenewOutcome, Renewal, Watch,
+    Lookup, OnHeard, PermitAttempt, PermitGrant, ReleaseOutcome, RenewOutcome, Renewal, Watch,
 };
 use crate::cancel::CancelToken;
 use crate::error::Result;
@@ -58,6 +58,15 @@ macro_rules! forward {
             }
             fn unreserve_renewals(&self) -> bool {
                 (**self).unreserve_renewals()
+            }
+            fn grant_permit(&self, attempt: &PermitAttempt<'_>, cancel: &CancelToken) -> Result<Option<PermitGrant>> {
+                (**self).grant_permit(attempt, cancel)
+            }
+            fn permits_in_use(&self, semaphore: &str, among: u32, deadline: Moment, cancel: &CancelToken) -> Result<u32> {
+                (**self).permits_in_use(semaphore, among, deadline, cancel)
+            }
+            fn release_permit(&self, semaphore: &str, lock_id: &str, deadline: Moment) -> Result<ReleaseOutcome> {
+                (**self).release_permit(semaphore, lock_id, deadline)
             }
             fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoRaw>> {
                 (**self).lookup_raw(what, cancel)

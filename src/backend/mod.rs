@@ -51,6 +51,7 @@
 mod forward;
 mod info;
 mod outcome;
+mod permits;
 mod watch;
 
 use std::time::Duration;
@@ -67,6 +68,7 @@ pub use outcome::{
     AcquireResult, Acquired, Attempt, ExtendOutcome, ExtendResult, Grant, LostReason, Reason, ReleaseOutcome,
     ReleaseResult, RenewOutcome, Renewal, Version,
 };
+pub use permits::{PermitAttempt, PermitGrant};
 pub use watch::{Heard, OnHeard, Watch};
 
 /// A fresh lock id, for a backend's own [`acquire`](LockBackend::acquire): 128 bits from the operating
@@ -222,6 +224,38 @@ pub trait LockBackend: Send + Sync {
     /// something else. Returns whether anything is kept at all; a backend that says no is not asked again.
     fn unreserve_renewals(&self) -> bool {
         false
+    }
+
+    /// Tries once to take any permit of a semaphore: a lease on the key that is the name, U+2126 and a number
+    /// from 1 to the limit, with a fence and a counter of its own. All that is done with a lease by its id is
+    /// done with a permit's, and guards name its key to [`prolong`](Self::prolong) and [`renew`](Self::renew).
+    ///
+    /// Idempotent by lock id, as [`attempt`](Self::attempt). `None` means that each permit was held, or being
+    /// decided about by another, at some moment of the call. A limit of 0 or above
+    /// [`MAX_PERMITS`](crate::MAX_PERMITS) is `InvalidArgument`; so is every call of the default, for a
+    /// backend without permits.
+    fn grant_permit(&self, attempt: &PermitAttempt<'_>, cancel: &CancelToken) -> Result<Option<PermitGrant>> {
+        let _ = (attempt, cancel);
+        Err(permits::no_permits())
+    }
+
+    /// How many of the permits with the numbers 1 to `among` have a live lease. Reads only.
+    fn permits_in_use(
+        &self,
+        semaphore: &str,
+        among: u32,
+        deadline: Moment,
+        cancel: &CancelToken,
+    ) -> Result<u32> {
+        let _ = (semaphore, among, deadline, cancel);
+        Err(permits::no_permits())
+    }
+
+    /// [`release_by`](Self::release_by) for a permit of this semaphore: whoever [watches](Self::watch) a key
+    /// that is the semaphore's name is told, for any of its permits will do. The default does not know them.
+    fn release_permit(&self, semaphore: &str, lock_id: &str, deadline: Moment) -> Result<ReleaseOutcome> {
+        let _ = semaphore;
+        self.release_by(lock_id, deadline)
     }
 
     /// [`lookup`](LockBackend::lookup) with the raw key and id, for the `*_raw` helpers alone.

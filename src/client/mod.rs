@@ -9,6 +9,7 @@ mod election;
 mod fence;
 mod operations;
 mod port;
+mod semaphore;
 
 use std::fmt;
 use std::sync::Arc;
@@ -21,6 +22,7 @@ use crate::error::Result;
 use crate::leases::{Operator, PostgresBackend};
 use crate::lock::{CloseReport, LockClient, LockGuard, LockOptions};
 use crate::model::fence::Fence;
+use crate::model::key::normalize_and_validate_key;
 use crate::telemetry::TelemetryHandle;
 
 pub use builder::PgLockClientBuilder;
@@ -301,7 +303,9 @@ impl PgLockClient {
         key: &str,
         fence: Fence,
     ) -> Result<()> {
-        fence::assert_fence(&*self.leases, transaction, key, fence, None)
+        // A guard's fence_transaction alone names keys that no caller can.
+        let key = normalize_and_validate_key(key)?;
+        fence::assert_fence(&*self.leases, transaction, &key, fence, None)
     }
 
     /// The operator's view: which leases there are, counts, waiters, cleanup, breaking a lock.

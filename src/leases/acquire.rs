@@ -50,7 +50,7 @@ const GRANTED: i64 = 1;
 
 /// What one round of the protocol found.
 #[derive(Debug, PartialEq, Eq)]
-enum Round {
+pub(super) enum Round {
     Granted {
         expires_at_ms: i64,
         fence: Fence,
@@ -73,14 +73,10 @@ impl<'a> Acquire<'a> {
         end: Instant,
         cancel: &CancelToken,
     ) -> Result<Option<Grant>> {
-        let mut lost = false;
+        let mut in_two = !cancel.is_never();
         let round = backend.run_until_known(end, cancel, |session, at| {
-            let round = if cancel.is_never() && !lost {
-                self.one_message(session, at)
-            } else {
-                self.two_messages(session, at)
-            };
-            lost |= round.as_ref().is_err_and(Failure::is_in_doubt);
+            let round = if in_two { self.two_messages(session, at) } else { self.one_message(session, at) };
+            in_two |= round.as_ref().is_err_and(Failure::is_in_doubt);
             match round {
                 Ok(Round::Mine) => self.two_messages(session, at),
                 other => other,
@@ -88,15 +84,33 @@ impl<'a> Acquire<'a> {
         });
         match round {
             Ok((round, _)) => self.answer(&round),
-            Err(failure) if failure.is_in_doubt() => {
-                let error = if cancel.is_cancelled() { LockError::aborted() } else { failure.into_error() };
-                Err(self.unknown(error, backend.database.operation_timeout()))
-            }
+            Err(failure) if failure.is_in_doubt() => Err(self.label(outcome_unknown(
+                failure,
+                cancel,
+                backend.database.operation_timeout(),
+                self.ttl,
+            ))),
             Err(failure) => Err(self.label(self.name_stranger(backend, failure.into_error(), cancel))),
         }
     }
 
-    fn answer(&self, round: &Round) -> Result<Option<Grant>> {
+    /// The acquire of a key that was chosen since it seemed free, and that the first statement has not granted.
+    pub(super) fn round(
+        &self,
+        session: &mut Session<'_>,
+        at: &ResolvedTables,
+        in_two: bool,
+    ) -> Result<Round, Failure> {
+        if !in_two {
+            match self.careful_message(session, at)? {
+                Round::Mine => {}
+                round => return Ok(round),
+            }
+        }
+        self.two_messages(session, at)
+    }
+
+    pub(super) fn answer(&self, round: &Round) -> Result<Option<Grant>> {
         match *round {
             Round::Granted { expires_at_ms, fence, version } => {
                 fence.warn_near_limit(self.key.as_str());
@@ -145,11 +159,6 @@ impl<'a> Acquire<'a> {
 
     fn label(&self, error: LockError) -> LockError {
         error.with_key(self.key.as_str()).with_lock_id(self.lock_id.as_str())
-    }
-
-    fn unknown(&self, error: LockError, grace: Duration) -> LockError {
-        // A message that has reached the server may wait there for as long as its limits allow.
-        self.label(error).with_unknown_outcome(grace + self.ttl.get() + TOLERANCE)
     }
 
     fn grant_args(&self) -> [Arg<'_>; 5] {
@@ -312,8 +321,20 @@ fn decide(state: &KeyState, lock_id: &str) -> Step {
     }
 }
 
+/// The error after a lost answer. A message that has reached the server may wait there for as long as its
+/// limits allow: `grace`.
+pub(super) fn outcome_unknown(
+    failure: Failure,
+    cancel: &CancelToken,
+    grace: Duration,
+    ttl: Ttl,
+) -> LockError {
+    let error = if cancel.is_cancelled() { LockError::aborted() } else { failure.into_error() };
+    error.with_unknown_outcome(grace + ttl.get() + TOLERANCE)
+}
+
 /// The grant in a statement's answer `(expiry, fence, version, …)`.
-fn granted(row: &Row) -> Result<Option<Round>> {
+pub(super) fn granted(row: &Row) -> Result<Option<Round>> {
     let (Some(expires_at_ms), Some(fence)) = (int(row, 0)?, text(row, 1)?) else { return Ok(None) };
     let fence: Fence = fence.parse().map_err(|error| malformed().with_source(error))?;
     if fence.get() > FENCE_MAX {

@@ -52,7 +52,7 @@ pub(crate) fn extend(
 
 /// For a guard.
 pub(crate) fn prolong(backend: &PostgresBackend, lease: &Renewal<'_>, end: Instant) -> Result<RenewOutcome> {
-    Key::new(lease.key)?;
+    Key::of_lease(lease.key)?;
     let (lock_id, ttl) = (LockId::parse(lease.lock_id)?, Ttl::new(lease.ttl)?);
     let change = Change { lock_id: &lock_id, ttl, fence: Some(lease.fence), cancel: &CancelToken::never() };
     Ok(match change.run(backend, lease.version, end)? {
@@ -294,7 +294,7 @@ fn texts(column: &[String]) -> Vec<&str> {
 
 impl<'a> Batch<'a> {
     fn take(&mut self, lease: &Renewal<'a>) -> Result<()> {
-        let key = Key::new(lease.key)?.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?.0;
+        let key = Key::of_lease(lease.key)?.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?.0;
         let ttl = Ttl::new(lease.ttl)?;
         validate_lock_id(lease.lock_id)?;
         self.keys.push(key);

@@ -7,6 +7,7 @@
 //! | `schema`, `setup`, `collation` | the tables' names; how they are found and made; whether their indexes are in order |
 //! | `fragments`, `sql`, `held` | what statements are made of; every SQL text of the protocol; those on a lease that stands |
 //! | `acquire`, `release`, `extend`, `read` | one file per operation |
+//! | `permits`, `permit_sql` | any of a semaphore's leases, and the SQL for it |
 //! | `refusals` | what a statement says by failing |
 //! | `operator`, `cleanup` | what operators see and may do; deleting rows that are long over |
 //! | `notify`, `listener`, `wake_ups` | how a release reaches waiters in other processes |
@@ -21,6 +22,8 @@ mod held;
 mod listener;
 mod notify;
 mod operator;
+mod permit_sql;
+mod permits;
 mod port;
 mod read;
 mod refusals;

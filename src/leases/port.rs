@@ -4,15 +4,16 @@ use std::time::Duration;
 
 use crate::backend::{
     AcquireResult, Attempt, Capabilities, ExtendOutcome, Grant, Holder, LockBackend, LockInfo, LockInfoRaw,
-    Lookup, OnHeard, ReleaseOutcome, RenewOutcome, Renewal, TimeAuthority, Watch,
+    Lookup, OnHeard, PermitAttempt, PermitGrant, ReleaseOutcome, RenewOutcome, Renewal, TimeAuthority, Watch,
 };
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::leases::acquire::Acquire;
 use crate::leases::backend::PostgresBackend;
+use crate::leases::permits::{self, AcquirePermit};
 use crate::leases::{extend, read, release, sql};
 use crate::model::fence::Fence;
-use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
+use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES, validate_limit};
 use crate::model::lock_id::LockId;
 use crate::model::time::{Moment, Ttl};
 use crate::pg::error::{call_error, with_cause};
@@ -95,12 +96,43 @@ impl LockBackend for PostgresBackend {
         self.database.source().unreserve()
     }
 
+    fn grant_permit(&self, attempt: &PermitAttempt<'_>, cancel: &CancelToken) -> Result<Option<PermitGrant>> {
+        validate_limit(attempt.limit)?;
+        let (semaphore, ttl) = (Key::new(attempt.semaphore)?, Ttl::new(attempt.ttl)?);
+        let lock_id = LockId::parse(attempt.lock_id)?;
+        AcquirePermit::new(&semaphore, attempt.limit, &lock_id, ttl)?.run(
+            self,
+            self.database.end_by(attempt.deadline),
+            cancel,
+        )
+    }
+
+    fn permits_in_use(
+        &self,
+        semaphore: &str,
+        among: u32,
+        deadline: Moment,
+        cancel: &CancelToken,
+    ) -> Result<u32> {
+        validate_limit(among)?;
+        permits::count(self, &Key::new(semaphore)?, among, self.database.end_by(deadline), cancel)
+    }
+
+    fn release_permit(&self, semaphore: &str, lock_id: &str, deadline: Moment) -> Result<ReleaseOutcome> {
+        release::release_permit(
+            self,
+            &Key::new(semaphore)?,
+            &LockId::parse(lock_id)?,
+            self.database.end_by(deadline),
+        )
+    }
+
     fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoRaw>> {
         read::lookup(self, what, self.database.end(), cancel)
     }
 
     fn fence_statement(&self, key: &str, fence: Fence, lock_id: Option<&str>) -> Result<String> {
-        let key = Key::new(key)?;
+        let key = Key::of_lease(key)?;
         let (storage_key, fence_key) = key.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?;
         let at = self.find_tables(self.database.end(), &CancelToken::never())?;
         let lock_id = lock_id.map(LockId::parse).transpose()?;

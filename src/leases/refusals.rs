@@ -8,6 +8,12 @@ pub(super) fn is_all_or_nothing(failure: &Failure) -> bool {
     failure.refused_with() == Some("22012")
 }
 
+/// Whether the message failed since a row has the lock id already: in a permit's acquire an earlier copy of the
+/// same call, on another permit.
+pub(super) fn is_id_in_use(failure: &Failure) -> bool {
+    failure.refused_with() == Some("23505")
+}
+
 /// A row that was there to be changed, and that the server has not changed all the same. Never an
 /// answer: the lease is neither gone nor given.
 pub(super) fn swallowed() -> LockError {

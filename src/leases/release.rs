@@ -14,6 +14,7 @@ use crate::error::{ErrorCode, LockError, Result};
 use crate::leases::backend::PostgresBackend;
 use crate::leases::refusals::{cannot_notify, is_all_or_nothing, swallowed};
 use crate::leases::setup::ResolvedTables;
+use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::model::lock_id::LockId;
 use crate::model::time::{TIME_TOLERANCE_MS, is_live};
 use crate::pg::Failure;
@@ -27,10 +28,36 @@ pub(crate) fn release(
     end: Instant,
     cancel: &CancelToken,
 ) -> Result<ReleaseOutcome> {
-    let outcome = backend.run_until_known(end, cancel, |session, at| {
-        if cancel.is_never() { one_message(session, at, lock_id) } else { two_messages(session, at, lock_id) }
-    });
-    match outcome {
+    release_with(backend, lock_id, end, cancel, |session, at| {
+        if cancel.is_never() {
+            one_message(session, at, lock_id, None)
+        } else {
+            two_messages(session, at, lock_id)
+        }
+    })
+}
+
+/// Releases a permit of this semaphore and notifies the waiters for any of them.
+pub(super) fn release_permit(
+    backend: &PostgresBackend,
+    semaphore: &Key,
+    lock_id: &LockId,
+    end: Instant,
+) -> Result<ReleaseOutcome> {
+    let (name, _) = semaphore.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?;
+    release_with(backend, lock_id, end, &CancelToken::never(), |session, at| {
+        one_message(session, at, lock_id, Some(&name))
+    })
+}
+
+fn release_with(
+    backend: &PostgresBackend,
+    lock_id: &LockId,
+    end: Instant,
+    cancel: &CancelToken,
+    operation: impl FnMut(&mut Session<'_>, &ResolvedTables) -> Result<ReleaseOutcome, Failure>,
+) -> Result<ReleaseOutcome> {
+    match backend.run_until_known(end, cancel, operation) {
         Ok((outcome @ ReleaseOutcome::NotHeld(_), Some(_first))) => {
             log::debug!("a release was asked for twice and the lease was gone: {outcome:?}");
             Err(LockError::new(ErrorCode::ServiceUnavailable)
@@ -85,13 +112,23 @@ impl StoredLease {
 /// One message, and a second, careful one if that saw no live lease: a row that seems over may be in
 /// the hands of an extend that judged it live and has not committed, so it is judged again when it is
 /// locked. (The reason comes out of that; it is not what the message is for.)
+///
+/// Notifies the waiters for the lease's key, or for the semaphore of this name.
 fn one_message(
     session: &mut Session<'_>,
     at: &ResolvedTables,
     lock_id: &LockId,
+    semaphore: Option<&str>,
 ) -> Result<ReleaseOutcome, Failure> {
-    let id = [Arg::Text(lock_id.as_str())];
-    match session.commit_one(&at.statements.release_live, &id) {
+    let id = Arg::Text(lock_id.as_str());
+    let answers = match semaphore.filter(|_| at.notifies) {
+        None => session.commit_one(&at.statements.release_live, &[id]),
+        Some(name) => {
+            session.prepare(&at.permits.all())?;
+            session.commit_one(&at.permits.release_live, &[id, Arg::Text(name)])
+        }
+    };
+    match answers {
         Ok(answers) if answers.row(0)?.is_some() => return Ok(ReleaseOutcome::Released),
         // The lease ran out while its row was waited for, or its waiters cannot be called.
         Err(failure) if is_all_or_nothing(&failure) || (at.notifies && cannot_notify(&failure)) => {}

@@ -5,6 +5,7 @@ use std::time::Instant;
 use crate::cancel::CancelToken;
 use crate::error::{LockError, Result};
 use crate::leases::collation;
+use crate::leases::permit_sql::PermitStatements;
 use crate::leases::schema::{Survey, TableNames, Tables};
 use crate::leases::sql::Statements;
 use crate::pg::answers::{required, text};
@@ -14,6 +15,7 @@ use crate::pg::{Database, Failure, Message, Session};
 pub(super) struct ResolvedTables {
     pub(super) tables: Tables,
     pub(super) statements: Statements,
+    pub(super) permits: PermitStatements,
     /// Whether releases notify waiters.
     pub(super) notifies: bool,
 }
@@ -90,7 +92,8 @@ pub(super) fn resolve(
     let tables = names.resolved(survey, store_key_debug).ok_or_else(missing_tables)?;
     let notifies = wake_ups && survey.may_notify;
     let statements = Statements::new(&tables, notifies);
-    Ok(ResolvedTables { tables, statements, notifies })
+    let permits = PermitStatements::new(&tables);
+    Ok(ResolvedTables { tables, statements, permits, notifies })
 }
 
 /// Says in the log what a person should know about the tables.

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::backend::{Attempt, Grant, LockBackend, LostReason, RenewOutcome, Renewal};
+use crate::backend::{Attempt, Grant, LockBackend, LostReason, PermitAttempt, RenewOutcome, Renewal};
 use crate::cancel::CancelToken;
 use crate::error::Result;
 use crate::lock::backend_call::change;
@@ -16,15 +16,19 @@ use crate::lock::guard::LockGuard;
 use crate::lock::lease::{Lease, Terms};
 use crate::lock::options::{Heartbeat, ResolvedOptions};
 use crate::lock::registry::GuardState;
+use crate::model::key::Key;
 use crate::model::lock_id::LockId;
 use crate::model::time::{Moment, TOLERANCE};
 use crate::sync::Mutex;
 
-/// One call of `lock` or `try_lock`: who asks, and for what.
+/// One call of `lock`, `try_lock` or a semaphore's `acquire`: who asks, and for what.
 #[derive(Clone)]
 pub(super) struct LockCall {
     pub(super) handle: Arc<Handle>,
+    /// The key, or the name of a semaphore.
     pub(super) key: Arc<str>,
+    /// How many permits the semaphore has, if one of them is asked for.
+    pub(super) permits: Option<u32>,
     pub(super) options: ResolvedOptions,
     /// Fires with the client's token and with that of the options.
     pub(super) token: CancelToken,
@@ -42,6 +46,14 @@ pub(super) enum AttemptResult {
 impl LockCall {
     pub(super) fn engine(&self) -> &Arc<Engine> {
         self.handle.engine()
+    }
+
+    /// What it queues for in this process. A semaphore is another thing than the key of its name.
+    pub(super) fn queue_key(&self) -> Result<Arc<str>> {
+        Ok(match self.permits {
+            None => Arc::clone(&self.key),
+            Some(_) => Key::new(&self.key)?.semaphore().as_str().into(),
+        })
     }
 
     /// One attempt. It does not queue and may overtake this process's waiters, as `try_lock` of a mutex
@@ -69,20 +81,22 @@ impl LockCall {
 
     /// Asks the server once, by `end` at the latest.
     pub(super) fn attempt(&self, end: Moment) -> Result<AttemptResult> {
-        let Self { handle, key, options, token } = self;
+        let Self { handle, key, permits, options, token } = self;
         let engine = handle.engine();
         let sent = engine.clock.now();
-        let Some(granted) = request(engine, key, options.ttl, end, token)? else {
-            return Ok(AttemptResult::Taken);
+        let answer = match permits {
+            None => request(engine, key, options.ttl, end, token)?.map(|grant| (Arc::clone(key), grant)),
+            Some(limit) => request_permit(engine, (key, *limit), options.ttl, end, token)?,
         };
-        let Some((sent, granted)) = with_time_left(engine, key, options.ttl, end, sent, granted) else {
+        let Some((key, granted)) = answer else { return Ok(AttemptResult::Taken) };
+        let Some((sent, granted)) = with_time_left(engine, &key, options.ttl, end, sent, granted) else {
             return Ok(AttemptResult::TooLate);
         };
         let Grant { acquired: granted, version } = granted;
         let now = engine.clock.now();
         let state = Arc::new(GuardState {
             id: engine.registry.next_guard(),
-            key: Arc::clone(key),
+            key,
             lock_id: granted.lock_id.into_boxed_str(),
             fence: granted.fence,
             min_hold_end: now.after(options.min_hold),
@@ -101,15 +115,14 @@ impl LockCall {
         });
         if !engine.registry.register(&state) {
             let over_at = now.after(options.ttl).after(TOLERANCE);
-            engine.hand_to_worker(engine.pending_release(key, &state.lock_id, over_at));
+            engine.hand_to_worker(engine.pending_release(&state.key, &state.lock_id, over_at));
             engine.check_open()?;
         }
         Ok(AttemptResult::Granted(LockGuard::new(Arc::clone(handle), state)))
     }
 }
 
-/// One acquire under an id of our own. After an unknown outcome the error carries that id, and the
-/// worker releases it until the lease is surely over.
+/// One acquire under an id of our own. See [`under_own_id`].
 pub(super) fn request(
     engine: &Arc<Engine>,
     key: &str,
@@ -117,13 +130,43 @@ pub(super) fn request(
     end: Moment,
     token: &CancelToken,
 ) -> Result<Option<Grant>> {
+    under_own_id(engine, key, ttl, |lock_id| {
+        let attempt = Attempt { key, lock_id, ttl, deadline: engine.call_deadline(end) };
+        engine.backend.grant(&attempt, token)
+    })
+    .map_err(|error| error.with_key(key))
+}
+
+/// The same for any permit of a semaphore; with its key.
+fn request_permit(
+    engine: &Arc<Engine>,
+    (semaphore, limit): (&str, u32),
+    ttl: Duration,
+    end: Moment,
+    token: &CancelToken,
+) -> Result<Option<(Arc<str>, Grant)>> {
+    let name = Key::new(semaphore)?;
+    let answer = under_own_id(engine, name.semaphore().as_str(), ttl, |lock_id| {
+        let deadline = engine.call_deadline(end);
+        let attempt = PermitAttempt { semaphore, limit, lock_id, ttl, deadline };
+        engine.backend.grant_permit(&attempt, token)
+    })
+    .map_err(|error| error.with_key(semaphore))?;
+    Ok(answer.map(|permit| (name.permit(permit.number).as_str().into(), permit.grant)))
+}
+
+/// A request under an id of our own. After an unknown outcome the error carries that id, and the
+/// worker releases it until the lease is surely over.
+fn under_own_id<T>(
+    engine: &Arc<Engine>,
+    key: &str,
+    ttl: Duration,
+    ask: impl FnOnce(&str) -> Result<T>,
+) -> Result<T> {
     let lock_id = LockId::generate()?;
-    let deadline = engine.call_deadline(end);
-    let attempt = Attempt { key, lock_id: lock_id.as_str(), ttl, deadline };
     // A request that has reached the server may still wait there, for as long as it may.
     let may_last = engine.backend.operation_timeout().saturating_add(ttl).saturating_add(TOLERANCE);
-    change(may_last, || engine.backend.grant(&attempt, token)).map_err(|error| {
-        let mut error = error.with_key(key);
+    change(may_last, || ask(lock_id.as_str())).map_err(|mut error| {
         if error.lock_id().is_none() {
             error = error.with_lock_id(lock_id.as_str());
         }

@@ -14,12 +14,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
-use crate::backend::LockBackend;
+use crate::backend::{LockBackend, ReleaseOutcome};
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::lock::backend_call::ask;
 use crate::lock::registry::{PendingRelease, Registry};
 use crate::lock::report::{OnReleaseError, ReleaseErrorContext, ReleaseSource};
+use crate::model::key::{semaphore_of, waited_for};
 use crate::model::time::{Clock, Moment};
 use crate::sync::{Condvar, Mutex};
 use crate::threads::{driver_unusable, drop_where_allowed, ignore_panic, run_detached, thread_locals_gone};
@@ -149,6 +150,23 @@ impl Engine {
         Entered(self)
     }
 
+    /// Tells this process's first waiter that the lease of this key was let go.
+    pub(super) fn freed(&self, key: &str) {
+        self.queue.freed(waited_for(key));
+    }
+
+    /// Lets go of a lease, without a token.
+    pub(super) fn release_by(
+        &self,
+        context: &ReleaseErrorContext,
+        deadline: Moment,
+    ) -> Result<ReleaseOutcome> {
+        match semaphore_of(&context.key) {
+            None => self.backend.release_by(&context.lock_id, deadline),
+            Some(semaphore) => self.backend.release_permit(semaphore, &context.lock_id, deadline),
+        }
+    }
+
     /// The release of a lease that nobody has a guard for, or that may have been granted.
     pub(super) fn pending_release(&self, key: &str, lock_id: &str, over_at: Moment) -> PendingRelease {
         PendingRelease {
@@ -180,7 +198,7 @@ impl Engine {
         let release = move || {
             let deadline = engine.clock.now().after(engine.dispose_timeout);
             // The client is closed and nobody is left to tell; the lease also ends by itself.
-            let _ = engine.backend.release_by(&pending.context.lock_id, deadline);
+            let _ = engine.release_by(&pending.context, deadline);
         };
         if driver_unusable() {
             run_detached(release, |release| release());

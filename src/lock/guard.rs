@@ -16,6 +16,7 @@ use crate::lock::release::{ReleaseProgress, try_release};
 use crate::lock::report::{ReleaseSource, report};
 use crate::model::fence::Fence;
 use crate::model::hash::hash_key;
+use crate::model::key::permit_of;
 use crate::model::time::{Moment, Ttl};
 use crate::threads::{ignore_panic, in_runtime, run_on_own_thread, thread_locals_gone};
 
@@ -58,7 +59,8 @@ impl LockGuard {
         self
     }
 
-    /// The locked key, in NFC.
+    /// The locked key, in NFC. For a permit it is the semaphore's name, U+2126 and the
+    /// [number](Self::permit) of the permit, which no call takes for a key: look permits up by their id.
     ///
     /// ```
     /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
@@ -69,6 +71,21 @@ impl LockGuard {
     #[must_use]
     pub fn key(&self) -> &str {
         &self.state.key
+    }
+
+    /// Which of its [`Semaphore`](crate::Semaphore)'s permits this is, from 1; `None` if it is a lock. While
+    /// it is held no other holder has the same number, so it may choose one of as many resources.
+    ///
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// let guard = client.semaphore("report", 3)?.acquire()?;
+    /// assert!((1..=3).contains(&guard.permit().unwrap()));
+    /// assert_eq!(client.lock("report")?.permit(), None);
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    #[must_use]
+    pub fn permit(&self) -> Option<u32> {
+        permit_of(self.key()).map(|(_, number)| number)
     }
 
     /// The lease's id. Whoever knows it can release the lock: do not log it.
@@ -414,7 +431,7 @@ fn release_here(engine: &Engine, pending: &mut PendingRelease, limit: Duration) 
         try_release(engine, pending, limit)
     };
     if !matches!(result, Ok(ReleaseProgress::Kept)) {
-        engine.queue.freed(pending.context.key.as_str());
+        engine.freed(&pending.context.key);
     }
     result
 }

@@ -5,6 +5,7 @@
 //! | `options`, `settings` | what a caller may choose for a lock, as numbers, and for a client |
 //! | `attempt` | one attempt to take a lock |
 //! | `waiter` | the one loop that waits |
+//! | `semaphore` | what permits are asked for with |
 //! | `lease` | the state machine of one lease: pure, with its invariants |
 //! | `guard` | what a holder sees of it |
 //! | `election` | campaigns for a key, and the terms of its leaders |
@@ -28,6 +29,7 @@ mod options;
 mod registry;
 mod release;
 mod report;
+mod semaphore;
 mod settings;
 mod timer;
 mod waiter;
@@ -57,6 +59,7 @@ pub use options::{
     DEFAULT_MAX_RETRIES, DEFAULT_RETRY_DELAY, DEFAULT_TIMEOUT, DEFAULT_TTL, Heartbeat, LockOptions,
 };
 pub use report::{ReleaseErrorContext, ReleaseSource};
+pub use semaphore::Semaphore;
 pub use settings::ClientSettings;
 
 pub use crate::waiting::{Backoff, Jitter};
@@ -315,6 +318,24 @@ impl LockClient {
         Ok(self.get_by_key(key)?.as_ref().map(Leader::of))
     }
 
+    /// A counting semaphore with this name, of which at most `limit` (1 to 1024) permits are held at a time.
+    /// No I/O: nothing is stored but the permits that are held. See [`Semaphore`].
+    ///
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// let reports = client.semaphore("reports", 3)?;
+    /// let permit = reports.acquire()?;
+    /// assert!(permit.is_held());
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`InvalidArgument`](crate::ErrorCode::InvalidArgument) for another limit, and for a name that is no key.
+    pub fn semaphore(&self, name: &str, limit: u32) -> Result<Semaphore> {
+        Semaphore::new(name, limit, self.token.clone(), Arc::clone(&self.handle))
+    }
+
     /// Tries once to take the key, without a guard: nothing renews the lease, nothing releases it.
     ///
     /// ```
@@ -561,7 +582,7 @@ impl LockClient {
         let options = options.resolve()?;
         let key = Arc::from(Key::new(key)?.as_str());
         let token = self.token.and(&options.cancel);
-        Ok(LockCall { handle: Arc::clone(&self.handle), key, options, token })
+        Ok(LockCall { handle: Arc::clone(&self.handle), key, permits: None, options, token })
     }
 
     fn check_lookup(what: Lookup<'_>) -> Result<()> {

@@ -19,6 +19,7 @@ use crate::lock::options::OnLost;
 use crate::lock::report::{OnReleaseError, ReleaseErrorContext, ReleaseSource};
 use crate::model::fence::Fence;
 use crate::model::hash::hash_key;
+use crate::model::key::semaphore_of;
 use crate::model::time::Moment;
 use crate::sync::{Condvar, Mutex};
 use crate::waiting::{LOOK, Signal};
@@ -252,6 +253,13 @@ impl Registry {
             self.deadlines.lock().guards.values().filter(|state| *state.key == *key).cloned().collect();
         let state = found.iter().find(|state| state.lease.lock().is_held(now))?;
         Some((state.fence, state.taken_by.clone()))
+    }
+
+    /// How many permits of this semaphore the client holds itself.
+    pub(super) fn permits_held_here(&self, semaphore: &str, now: Moment) -> usize {
+        let is_permit = |state: &&Arc<GuardState>| semaphore_of(&state.key) == Some(semaphore);
+        let found: Vec<_> = self.deadlines.lock().guards.values().filter(is_permit).cloned().collect();
+        found.iter().filter(|state| state.lease.lock().is_held(now)).count()
     }
 
     /// Takes a guard into the registry. `false` if the client was closed.

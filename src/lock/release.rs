@@ -28,9 +28,9 @@ pub(super) fn try_release(
 
 fn release_or_keep(engine: &Engine, pending: &mut PendingRelease, rest: Duration) -> Result<ReleaseProgress> {
     let now = engine.clock.now();
-    let (id, deadline) = (&pending.context.lock_id, now.after(rest));
+    let deadline = now.after(rest);
     if now >= pending.min_hold_end {
-        return engine.backend.release_by(id, deadline).map(ReleaseProgress::Done);
+        return engine.release_by(&pending.context, deadline).map(ReleaseProgress::Done);
     }
     let left = pending.min_hold_end.since(now);
     if engine.registry.worker_queue.lock().ending.is_some() {

@@ -36,7 +36,7 @@ pub(super) fn lock(call: LockCall) -> Result<LockGuard> {
     if start < end {
         call.prepare(end)?;
     }
-    let place = call.engine().queue.join(&call.key);
+    let place = call.engine().queue.join(&call.queue_key()?);
     let mut waiter = Waiter {
         call,
         place,
@@ -176,6 +176,10 @@ impl Waiter {
     fn is_held_by_another(&mut self) -> Result<bool> {
         let engine = self.call.engine();
         let deadline = engine.call_deadline(self.end);
+        if let Some(limit) = self.call.permits {
+            let (name, token) = (&self.call.key, &self.call.token);
+            return Ok(ask(|| engine.backend.permits_in_use(name, limit, deadline, token))? >= limit);
+        }
         let found = ask(|| engine.backend.holder(&self.call.key, deadline, &self.call.token))?;
         self.holder = found.map(|holder| (holder, engine.clock.now()));
         Ok(found.is_some())
@@ -186,7 +190,9 @@ impl Waiter {
         self.check()?;
         let contended = self.attempts > 0;
         self.attempts += 1;
+        // To ask for a permit is to look for one first.
         let free = !look
+            || self.call.permits.is_some()
             || match self.is_held_by_another() {
                 Ok(locked) => !locked,
                 Err(error) => {
@@ -244,6 +250,10 @@ impl Waiter {
 
     /// Who has the key, as far as it is known, as the end of a sentence.
     fn who_holds(&self, now: Moment) -> String {
+        if let Some(limit) = self.call.permits {
+            let here = self.engine().registry.permits_held_here(&self.call.key, now);
+            return format!("; the semaphore has {limit} permits, and this client holds {here} of them");
+        }
         if let Some((fence, taken_by)) = self.engine().registry.held_here(&self.call.key, now) {
             let me = std::thread::current();
             return if taken_by.id() == me.id() {
@@ -281,8 +291,9 @@ impl Waiter {
             None => "raise timeout, or hold the lock for less time",
             Some(_) => "what was in the way is the cause of this error",
         };
+        let what = if self.call.permits.is_some() { "a permit" } else { "the key" };
         let error = LockError::new(ErrorCode::AcquisitionTimeout).with_message(format!(
-            "the key could not be taken within {waited:.3} s, {attempts}: {advice}{}",
+            "{what} could not be taken within {waited:.3} s, {attempts}: {advice}{}",
             self.who_holds(now)
         ));
         match met.or(cause) {

@@ -267,7 +267,7 @@ fn run_release(engine: &Engine, mut pending: PendingRelease) {
         }
         Ok(ReleaseProgress::Done(ReleaseOutcome::NotHeld(_))) if pending.may_arrive => later(engine, pending),
         Ok(ReleaseProgress::Done(outcome)) => {
-            engine.queue.freed(pending.context.key.as_str());
+            engine.freed(&pending.context.key);
             let mut queue = engine.registry.worker_queue.lock();
             match outcome {
                 ReleaseOutcome::Released => queue.totals.released += 1,

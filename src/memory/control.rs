@@ -87,7 +87,7 @@ impl MemoryBackend {
     /// # Ok::<(), syncguard::LockError>(())
     /// ```
     pub fn contend(&self, key: &str) -> Result<AcquireResult> {
-        let (stored, id, ttl) = (self.stored(key)?, LockId::generate()?, Ttl::new(MAX_TTL)?);
+        let (stored, id, ttl) = (self.stored_lease(key)?, LockId::generate()?, Ttl::new(MAX_TTL)?);
         self.shared
             .decide(|store, now| store.acquire(&stored, id.as_str(), ttl, now))
             .map(AcquireResult::from)
@@ -105,7 +105,7 @@ impl MemoryBackend {
     /// # Ok::<(), syncguard::LockError>(())
     /// ```
     pub fn take_over(&self, key: &str) -> Result<Acquired> {
-        let (stored, id) = (self.stored(key)?, LockId::generate()?);
+        let (stored, id) = (self.stored_lease(key)?, LockId::generate()?);
         let ttl = Ttl::new(TAKER_TTL)?;
         self.shared
             .decide(|store, now| store.grant(&stored, id.as_str(), ttl, now))
@@ -138,7 +138,7 @@ impl MemoryBackend {
     /// # Ok::<(), syncguard::LockError>(())
     /// ```
     pub fn age(&self, key: &str, past_expiry_ms: i64) -> Result<bool> {
-        let stored = self.stored(key)?;
+        let stored = self.stored_lease(key)?;
         Ok(self.shared.decide(|store, now| store.age(&stored.base, past_expiry_ms, now)))
     }
 
@@ -153,7 +153,7 @@ impl MemoryBackend {
     /// # Ok::<(), syncguard::LockError>(())
     /// ```
     pub fn remove(&self, key: &str) -> Result<bool> {
-        let stored = self.stored(key)?;
+        let stored = self.stored_lease(key)?;
         Ok(self.shared.decide(|store, _| store.remove(&stored.base)))
     }
 
@@ -172,7 +172,7 @@ impl MemoryBackend {
     /// # Ok::<(), syncguard::LockError>(())
     /// ```
     pub fn lose_on_next_renewal(&self, key: &str, loss: Loss) -> Result<()> {
-        let (key, taker) = (self.stored(key)?, LockId::generate()?);
+        let (key, taker) = (self.stored_lease(key)?, LockId::generate()?);
         let ordered = OrderedLoss { loss, key, taker, ttl: Ttl::new(TAKER_TTL)? };
         self.shared.decide(|store, _| store.order_loss(ordered));
         Ok(())
@@ -188,7 +188,7 @@ impl MemoryBackend {
     /// # Ok::<(), syncguard::LockError>(())
     /// ```
     pub fn set_counter(&self, key: &str, value: u64) -> Result<()> {
-        let stored = self.stored(key)?;
+        let stored = self.stored_lease(key)?;
         self.shared.decide(|store, _| store.set_counter(&stored.fence, value));
         Ok(())
     }
@@ -370,7 +370,7 @@ impl MemoryBackend {
     /// ```
     #[must_use]
     pub fn has_row(&self, key: &str) -> bool {
-        self.stored(key).is_ok_and(|stored| self.shared.decide(|store, _| store.has_row(&stored.base)))
+        self.stored_lease(key).is_ok_and(|stored| self.shared.decide(|store, _| store.has_row(&stored.base)))
     }
 
     /// The key's fence counter; `None` if it was never granted, or is not a key.
@@ -385,7 +385,7 @@ impl MemoryBackend {
     /// ```
     #[must_use]
     pub fn counter(&self, key: &str) -> Option<u64> {
-        let stored = self.stored(key).ok()?;
+        let stored = self.stored_lease(key).ok()?;
         self.shared.decide(|store, _| store.counter(&stored.fence))
     }
 

@@ -130,6 +130,7 @@
 mod call;
 mod control;
 mod fault;
+mod permits;
 mod shared;
 mod store;
 mod time;
@@ -140,7 +141,7 @@ use std::time::Duration;
 
 use crate::backend::{
     AcquireResult, Attempt, Capabilities, ExtendOutcome, Grant, Holder, LockBackend, LockInfo, LockInfoRaw,
-    Lookup, ReleaseOutcome, RenewOutcome, Renewal, TimeAuthority,
+    Lookup, PermitAttempt, PermitGrant, ReleaseOutcome, RenewOutcome, Renewal, TimeAuthority,
 };
 use crate::cancel::CancelToken;
 use crate::error::{LockError, Result};
@@ -249,8 +250,17 @@ impl MemoryBackend {
         }
     }
 
+    /// A key that a caller names.
     fn stored(&self, key: &str) -> Result<StoredKey> {
-        let user = Key::new(key)?;
+        self.stored_key(Key::new(key)?)
+    }
+
+    /// The key of a lease, which may be a permit's.
+    fn stored_lease(&self, key: &str) -> Result<StoredKey> {
+        self.stored_key(Key::of_lease(key)?)
+    }
+
+    fn stored_key(&self, user: Key) -> Result<StoredKey> {
         let (base, fence) = user.stored(self.limit, self.reserve)?;
         Ok(StoredKey { user, base, fence })
     }
@@ -344,7 +354,7 @@ impl LockBackend for MemoryBackend {
 
     fn prolong(&self, lease: &Renewal<'_>, deadline: Moment) -> Result<RenewOutcome> {
         LockId::parse(lease.lock_id)?;
-        let (key, ttl) = (self.stored(lease.key)?, Ttl::new(lease.ttl)?);
+        let (key, ttl) = (self.stored_lease(lease.key)?, Ttl::new(lease.ttl)?);
         self.call(Call::Extend, Effect::Grant(ttl), (deadline, &CancelToken::never()), |store, now| {
             store.apply_loss(lease.lock_id, now, false);
             match store.renew(&key.base, lease, ttl, now) {
@@ -366,7 +376,7 @@ impl LockBackend for MemoryBackend {
             .iter()
             .map(|lease| {
                 LockId::parse(lease.lock_id)?;
-                Ok((self.stored(lease.key)?, Ttl::new(lease.ttl)?))
+                Ok((self.stored_lease(lease.key)?, Ttl::new(lease.ttl)?))
             })
             .collect();
         let longest = checked.iter().flatten().map(|(_, ttl)| *ttl).max_by_key(|ttl| ttl.get());
@@ -385,6 +395,20 @@ impl LockBackend for MemoryBackend {
             let error = |lease: &Renewal<'_>| failure.error().with_key(lease.key).with_lock_id(lease.lock_id);
             leases.iter().map(|lease| Err(error(lease))).collect()
         })
+    }
+
+    fn grant_permit(&self, attempt: &PermitAttempt<'_>, cancel: &CancelToken) -> Result<Option<PermitGrant>> {
+        self.permit_call(attempt, cancel)
+    }
+
+    fn permits_in_use(
+        &self,
+        semaphore: &str,
+        among: u32,
+        deadline: Moment,
+        cancel: &CancelToken,
+    ) -> Result<u32> {
+        self.count_permits(semaphore, among, deadline, cancel)
     }
 
     fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoRaw>> {

@@ -261,6 +261,11 @@ impl Store {
         Some((base, row))
     }
 
+    /// Whether this row, live or not, carries the id.
+    pub(super) fn is_of(&self, base: &str, lock_id: &str) -> bool {
+        self.by_id(lock_id).is_some_and(|(found, _)| found == base)
+    }
+
     /// How long a lease may still bar others, in milliseconds.
     pub(super) fn rest_ms(&self, lock_id: &str, now: i64) -> i64 {
         let row = self.by_id(lock_id).map(|(_, row)| row).filter(|row| row.is_live(now));

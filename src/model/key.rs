@@ -21,6 +21,16 @@ pub const BACKEND_LIMIT_POSTGRES: usize = 1700;
 /// Bytes that PostgreSQL's stored keys keep free for derived names: none, the tables are separate.
 pub const RESERVE_BYTES_POSTGRES: usize = 0;
 
+/// The most permits that a semaphore may have.
+pub const MAX_PERMITS: u32 = 1024;
+
+/// What stands between a name and the rest of a key that the library derives from it. It is U+2126, which
+/// NFC replaces by U+03A9, so no caller's key contains it and none can name a derived key.
+const DERIVED: char = '\u{2126}';
+
+/// The bytes that the stored form of a name leaves free for the longest of its derived keys, `fence:` included.
+const DERIVED_RESERVE: usize = "fence:".len() + DERIVED.len_utf8() + "1024".len();
+
 /// The NFC form of a key, or why it cannot be one.
 ///
 /// Keys that are canonically equal name the same lock. Refused as
@@ -114,7 +124,8 @@ pub fn make_fence_key(prefix: &str, base_storage_key: &str, limit: usize, reserv
     make_storage_key(prefix, &format!("fence:{base_storage_key}"), limit, reserve)
 }
 
-/// A caller's key after validation: NFC, 1 to 512 bytes, no U+0000.
+/// A caller's key after validation (NFC, 1 to 512 bytes, no U+0000), or one that was derived from such a
+/// key: a semaphore's name and U+2126, for a permit followed by its number.
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub(crate) struct Key(String);
 
@@ -123,12 +134,40 @@ impl Key {
         normalize_and_validate_key(key).map(Self)
     }
 
+    /// The key of a lease as its guard has it: a permit's stays as it is, everything else is a caller's key.
+    pub(crate) fn of_lease(key: &str) -> Result<Self> {
+        match permit_of(key) {
+            Some((name, _)) => {
+                let permit = Self(key.to_owned());
+                if Self::new(name)?.0 == name { Ok(permit) } else { Self::new(key) }
+            }
+            None => Self::new(key),
+        }
+    }
+
+    /// The key that is common to all permits of the semaphore with this name.
+    pub(crate) fn semaphore(&self) -> Self {
+        Self(format!("{}{DERIVED}", self.0))
+    }
+
+    /// The key of one permit of the semaphore with this name.
+    pub(crate) fn permit(&self, number: u32) -> Self {
+        Self(format!("{}{DERIVED}{number}", self.0))
+    }
+
     pub(crate) fn as_str(&self) -> &str {
         &self.0
     }
 
-    /// The stored key and the fence key of this key, for a backend with this limit.
+    /// The stored key and the fence key of this key, for a backend with this limit. The names of a
+    /// semaphore's permits begin with its own.
     pub(crate) fn stored(&self, limit: usize, reserve: usize) -> Result<(String, String)> {
+        if let Some((name, rest)) = self.0.split_once(DERIVED) {
+            let name = make_storage_key("", name, limit, reserve.saturating_add(DERIVED_RESERVE))?;
+            let base = format!("{name}{DERIVED}{rest}");
+            let fence = format!("fence:{base}");
+            return Ok((base, fence));
+        }
         let base = make_storage_key("", &self.0, limit, reserve)?;
         let fence = make_fence_key("", &base, limit, reserve)?;
         Ok((base, fence))
@@ -140,6 +179,32 @@ impl fmt::Debug for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Key(#{})", hash_key(&self.0))
     }
+}
+
+/// The semaphore's name and the number, if this is the key of a permit.
+pub(crate) fn permit_of(key: &str) -> Option<(&str, u32)> {
+    let (name, digits) = key.split_once(DERIVED)?;
+    let number = digits.parse().ok().filter(|number| (1..=MAX_PERMITS).contains(number))?;
+    (number.to_string() == digits).then_some((name, number))
+}
+
+/// The semaphore's name, if this is the key of one or of a permit.
+pub(crate) fn semaphore_of(key: &str) -> Option<&str> {
+    key.split_once(DERIVED).map(|(name, _)| name)
+}
+
+/// What the waiters for this key wait for: the key itself, or what is common to all permits of a semaphore.
+pub(crate) fn waited_for(key: &str) -> &str {
+    let end = key.find(DERIVED).map(|at| at + DERIVED.len_utf8());
+    end.and_then(|end| key.get(..end)).unwrap_or(key)
+}
+
+/// Refuses a limit that no semaphore can have.
+pub(crate) fn validate_limit(limit: u32) -> Result<()> {
+    if (1..=MAX_PERMITS).contains(&limit) {
+        return Ok(());
+    }
+    Err(LockError::invalid(format!("the limit is {limit}: a semaphore has 1 to {MAX_PERMITS} permits")))
 }
 
 fn nfc(text: &str) -> String {
@@ -170,5 +235,46 @@ mod tests {
         );
         let (base, fence) = Key::new("resource:123").unwrap().stored(40, 0).unwrap();
         assert_eq!((base.as_str(), fence.as_str()), ("resource:123", "fence:resource:123"));
+    }
+
+    #[test]
+    fn the_key_of_a_permit_is_one_that_no_caller_can_name() {
+        let name = Key::new("report").unwrap();
+        let permit = name.permit(3);
+        assert_eq!(permit.as_str(), "report\u{2126}3");
+        assert_eq!(Key::of_lease(permit.as_str()).unwrap(), permit);
+        assert_eq!(Key::new(permit.as_str()).unwrap().as_str(), "report\u{3a9}3");
+        assert_eq!(permit_of(permit.as_str()), Some(("report", 3)));
+        assert_eq!(semaphore_of(name.semaphore().as_str()), Some("report"));
+        assert_eq!(semaphore_of("report"), None);
+        assert_eq!(waited_for(permit.as_str()), name.semaphore().as_str());
+        assert_eq!(waited_for("report"), "report");
+    }
+
+    #[test]
+    fn what_only_resembles_the_key_of_a_permit_is_a_callers_key() {
+        for key in
+            ["a\u{2126}", "a\u{2126}0", "a\u{2126}01", "a\u{2126}+1", "a\u{2126}1025", "e\u{301}\u{2126}1"]
+        {
+            assert_eq!(permit_of(key).is_some(), key.ends_with("\u{301}\u{2126}1"), "{key:?}");
+            assert_eq!(Key::of_lease(key).unwrap(), Key::new(key).unwrap(), "{key:?}");
+        }
+        assert!(Key::of_lease("\u{2126}1").is_err(), "a semaphore without a name");
+    }
+
+    #[test]
+    fn the_longest_name_of_a_permit_fits_where_its_name_was_hashed() {
+        let name = Key::new(&"x".repeat(100)).unwrap();
+        let (prefix, counters) = name.semaphore().stored(40, 0).unwrap();
+        let (base, fence) = name.permit(MAX_PERMITS).stored(40, 0).unwrap();
+        assert_eq!((base, fence.as_str()), (format!("{prefix}1024"), format!("{counters}1024").as_str()));
+        assert!(fence.len() <= 40, "{}", fence.len());
+    }
+
+    #[test]
+    fn a_limit_is_from_1_to_1024() {
+        for (limit, ok) in [(0, false), (1, true), (1024, true), (1025, false), (u32::MAX, false)] {
+            assert_eq!(validate_limit(limit).is_ok(), ok, "{limit}");
+        }
     }
 }

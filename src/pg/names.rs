@@ -8,6 +8,8 @@ pub(crate) const GE: &str = "OPERATOR(pg_catalog.>=)";
 pub(crate) const LT: &str = "OPERATOR(pg_catalog.<)";
 pub(crate) const PLUS: &str = "OPERATOR(pg_catalog.+)";
 pub(crate) const MINUS: &str = "OPERATOR(pg_catalog.-)";
+pub(crate) const MOD: &str = "OPERATOR(pg_catalog.%)";
+pub(crate) const CAT: &str = "OPERATOR(pg_catalog.||)";
 pub(crate) const COUNT: &str = "pg_catalog.count(*)";
 
 pub(crate) const TEXT: &str = "pg_catalog.text";

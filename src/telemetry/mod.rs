@@ -8,11 +8,12 @@
 //! | call | event |
 //! | --- | --- |
 //! | `acquire`, `attempt` | one `acquire`; contention is `fail`, reason `locked` |
-//! | `release`, `release_by` | one `release`; `fail` has reason `expired` or `not-found`, if known |
+//! | `grant_permit` | the same, under the name of the semaphore |
+//! | `release`, `release_by`, `release_permit` | one `release`; `fail` has reason `expired` or `not-found`, if known |
 //! | `extend`, `prolong` | one `extend`, likewise |
 //! | `renew` | one `extend` per lease; a busy row is `fail` without reason |
 //! | `is_locked` | one `isLocked`; *not locked* is `fail` without reason |
-//! | `holder` | none: waiters ask often, and each attempt reports itself |
+//! | `holder`, `permits_in_use` | none: waiters ask often, and each attempt reports itself |
 //! | `lookup`, `lookup_raw` | one `lookup`; *not found* is `fail` without reason |
 //! | any call that ends with an error | `fail` without reason, and the error's code |
 //!
@@ -49,7 +50,8 @@ use std::time::{Duration, Instant};
 
 use crate::backend::{
     AcquireResult, Attempt, Capabilities, ExtendOutcome, Grant, Holder, LockBackend, LockInfo, LockInfoRaw,
-    Lookup, LostReason, OnHeard, Reason, ReleaseOutcome, RenewOutcome, Renewal, Watch,
+    Lookup, LostReason, OnHeard, PermitAttempt, PermitGrant, Reason, ReleaseOutcome, RenewOutcome, Renewal,
+    Watch,
 };
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, Result};
@@ -233,6 +235,28 @@ impl<B: LockBackend> LockBackend for Telemetry<B> {
 
     fn unreserve_renewals(&self) -> bool {
         self.inner.unreserve_renewals()
+    }
+
+    fn grant_permit(&self, attempt: &PermitAttempt<'_>, cancel: &CancelToken) -> Result<Option<PermitGrant>> {
+        let call = |inner: &B| inner.grant_permit(attempt, cancel);
+        self.report(Operation::Acquire, Subject::Key(attempt.semaphore), call, |answer| match answer {
+            Some(permit) => (Ending::OK, Some(permit.grant.acquired.lock_id.clone())),
+            None => (Ending::fail(Some(Reason::Locked)), None),
+        })
+    }
+
+    fn permits_in_use(
+        &self,
+        semaphore: &str,
+        among: u32,
+        deadline: Moment,
+        cancel: &CancelToken,
+    ) -> Result<u32> {
+        self.inner.permits_in_use(semaphore, among, deadline, cancel)
+    }
+
+    fn release_permit(&self, semaphore: &str, lock_id: &str, deadline: Moment) -> Result<ReleaseOutcome> {
+        self.release_reported(lock_id, |inner| inner.release_permit(semaphore, lock_id, deadline))
     }
 
     fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoRaw>> {

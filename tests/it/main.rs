@@ -30,6 +30,7 @@
 //! | `locking` | Waiting for a lock, and how long it is held: the options, one by one and together. |
 //! | `losses` | Leases that are lost, how their holders learn it, and troubles that lose none. |
 //! | `operators` | What operators see, and the two ways to take rows away. |
+//! | `permits` | Semaphores: at most so many holders at a time, whatever happens to them, and each of them with a |
 //! | `pools` | Connections: our own pool, a caller's, and servers that refuse, restart or say nothing. |
 //! | `protocol_races` | Races between two sessions, in every order that matters, with pauses that a test decides. |
 //! | `schema_setup` | How the two tables come to be: by the library, by a migration, by twenty processes at once. |
@@ -69,6 +70,7 @@ mod limits;
 mod locking;
 mod losses;
 mod operators;
+mod permits;
 mod pools;
 mod protocol_races;
 mod schema_setup;

@@ -10,7 +10,7 @@ use std::path::Path;
 use syncguard::{
     AcquireResult, Acquired, AdvisoryGuard, AdvisoryKey, AdvisoryOptions, CancelToken, ErrorCode, Fence,
     LockClient, LockError, LockEvent, LockGuard, LockInfo, LockOptions, MemoryBackend, Operator,
-    PgLockClient, PgLockClientBuilder, TelemetryHandle, TelemetryOptions, Term,
+    PgLockClient, PgLockClientBuilder, Semaphore, TelemetryHandle, TelemetryOptions, Term,
 };
 
 use crate::source::{Source, read_all};
@@ -35,6 +35,7 @@ fn what_programs_hold_may_go_to_other_threads_and_through_a_caught_panic() {
     anywhere::<CancelToken>();
     anywhere::<Operator>();
     anywhere::<MemoryBackend>();
+    anywhere::<Semaphore>();
     anywhere::<TelemetryHandle>();
     anywhere::<TelemetryOptions>();
     anywhere::<LockEvent>();

@@ -10,6 +10,7 @@
 //! | `memory` | The memory backend's own powers: time, faults, losses, and calls that hang. |
 //! | `memory_contract` | The contract, on the memory backend: bare, under telemetry, and on the system's time. |
 //! | `own_code` | A program's own tests, written as its author would: with the public documentation and nothing else. |
+//! | `permits` | Semaphores over the memory backend: what guards and waiters make of permits. |
 //! | `public_contract` | The names and shapes that other programs are written against. It has to compile: what is moved, |
 //! | `requirements` | Every requirement has a proof that exists: requirements.tsv names, for each, the tests that show it |
 //! | `security_fuzz` | What the fuzz targets in `fuzz/` check, on random input: bytes of any kind, and pieces of what the |
@@ -25,6 +26,7 @@ mod files;
 mod memory;
 mod memory_contract;
 mod own_code;
+mod permits;
 mod public_contract;
 mod requirements;
 mod security_fuzz;

@@ -16,7 +16,7 @@ use syncguard::{
     AcquireResult, Acquired, AdvisoryGuard, AdvisoryKey, AdvisoryOptions, Backoff, CancelToken, Capabilities,
     CloseReport, ErrorCode, ExtendResult, Fence, Heartbeat, Jitter, Leader, LockBackend, LockError,
     LockGuard, LockInfo, LockInfoRaw, LockOptions, Lookup, LostReason, MemoryBackend, PgLockClient,
-    PgLockClientBuilder, ReleaseErrorContext, ReleaseResult, Result, TelemetryOptions, Term,
+    PgLockClientBuilder, ReleaseErrorContext, ReleaseResult, Result, Semaphore, TelemetryOptions, Term,
 };
 
 type Pool = syncguard::r2d2::Pool<syncguard::r2d2_postgres::PostgresConnectionManager<NoTls>>;
@@ -136,6 +136,15 @@ fn held(guard: LockGuard, transaction: &mut Transaction<'_>, ttl: Duration) -> R
     Ok(guard.leak())
 }
 
+fn semaphores(client: &PgLockClient, options: &LockOptions) -> Result<u32> {
+    let semaphore: Semaphore = client.semaphore("reports", 3)?;
+    let _: LockGuard = semaphore.acquire()?;
+    let _: LockGuard = semaphore.acquire_with(options)?;
+    let _: Option<LockGuard> = semaphore.try_acquire()?;
+    let _: Option<LockGuard> = semaphore.try_acquire_with(options)?;
+    semaphore.in_use()
+}
+
 fn session_locks(client: &PgLockClient, transaction: &mut Transaction<'_>, fence: Fence) -> Result<()> {
     let _: Option<i64> = AdvisoryKey::from_pair(1, 2).as_i64();
     let _: [AdvisoryKey; 2] = [AdvisoryKey::from_i64(1), AdvisoryKey::namespaced("jobs", "a")?];
@@ -194,11 +203,12 @@ fn what_programs_are_written_against_has_the_same_names_and_shapes() {
     fn a_number<T: Copy + Ord + Hash + Display + FromStr>() {}
     a_handle::<PgLockClient>();
     a_handle::<CancelToken>();
+    a_handle::<Semaphore>();
     anywhere::<LockGuard>();
     anywhere::<AdvisoryGuard>();
     anywhere::<LockError>();
     a_number::<Fence>();
-    let _ = (builder, lock_options, locks, election, operations, held, session_locks);
+    let _ = (builder, lock_options, locks, election, operations, held, semaphores, session_locks);
     let _: fn(&str) -> Result<PgLockClient> = PgLockClient::connect;
     let _: fn(&mut Client) -> std::result::Result<Transaction<'_>, postgres::Error> = Client::transaction;
 
