@@ -131,6 +131,18 @@ fn quickstart_says_what_to_do_without_an_address() {
     assert!(text(&output.stderr).contains("scripts/demo"), "{}", text(&output.stderr));
 }
 
+// ---- election
+
+#[test]
+fn election_hands_over_and_survives_a_kill() {
+    let output = example("election", &crate::support::schema().url()).output().expect("it runs");
+    let said = text(&output.stdout);
+    assert!(output.status.success(), "{said}\n{}", text(&output.stderr));
+    assert!(said.contains("steps down") && said.contains("KILLED while it leads"), "{said}");
+    assert!(said.contains("Terms: 4, each above the one before."), "{said}");
+    assert!(said.ends_with("The server named each leader: yes.\n") && !said.contains('\x1b'), "{said}");
+}
+
 // ---- late_writer
 
 #[test]
