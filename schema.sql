@@ -18,7 +18,7 @@ CREATE TABLE IF NOT EXISTS "syncguard_locks" (
 -- Release and extend know the lock id only.
 CREATE UNIQUE INDEX IF NOT EXISTS "idx_syncguard_locks_lock_id" ON "syncguard_locks" ("lock_id");
 
--- Clean-up and monitoring.
+-- Cleanup and monitoring.
 CREATE INDEX IF NOT EXISTS "idx_syncguard_locks_expires" ON "syncguard_locks" ("expires_at_ms");
 
 -- One counter per key that was ever locked. NEVER delete, truncate or lower one: a fence that is

@@ -31,7 +31,7 @@ batch_job: runs a command under a lock, as flock(1) does on one machine
 
     --url URL         the PostgreSQL (default: $SYNCGUARD_URL)
     --ttl S           how long the lock outlives this machine, 1 to 3600 (default 30)
-    --wait S          how long to wait for the lock; 0: one attempt (default: for ever)
+    --wait S          how long to wait for the lock; 0: one attempt (default: forever)
     --grace S         from SIGTERM to SIGKILL when the lock is lost (default: a fifth of the ttl)
     --busy-code N     the exit code when somebody else holds the lock (default 75, as flock -E)
     --lost-code N     the exit code when the lock was lost (default 76)

@@ -130,7 +130,7 @@ impl LockBackend for TableBackend {
         if !table.leases.get(&key).is_some_and(|lease| lives(lease, now)) {
             return Ok(ReleaseOutcome::NotHeld(Some(Reason::Expired))); // the row stays
         }
-        table.leases.remove(&key); // the counter stays, for ever
+        table.leases.remove(&key); // the counter stays, forever
         Ok(ReleaseOutcome::Released)
     }
 

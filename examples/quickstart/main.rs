@@ -164,7 +164,7 @@ impl Worker {
         } else {
             None
         };
-        // Short waits between attempts, so that the picture shows the lock and not the back-off.
+        // Short waits between attempts, so that the picture shows the lock and not the backoff.
         let options = LockOptions::new()
             .ttl(settings.ttl)
             .wait_forever()

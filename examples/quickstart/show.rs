@@ -249,8 +249,8 @@ impl Outcome {
             if rising { "each above the one before" } else { "OUT OF ORDER" }
         );
         match self.take_over {
-            Some(after) => println!("Take-over: {:.1} s after the holder was killed.", after.as_secs_f64()),
-            None => println!("Take-over: NONE."),
+            Some(after) => println!("Takeover: {:.1} s after the holder was killed.", after.as_secs_f64()),
+            None => println!("Takeover: NONE."),
         }
         match missing {
             0 => println!("No update was lost."),

@@ -35,7 +35,7 @@ extern "C" {
 /* Answers that are not failures. */
 #define SYNCGUARD_OK 0
 #define SYNCGUARD_LOCKED 1    /* somebody else holds the key */
-#define SYNCGUARD_NOT_HELD 2  /* the lease is over, or was let go */
+#define SYNCGUARD_NOT_HELD 2  /* the lease is over, or was released */
 
 /* Failures: one for each error code of the library. */
 #define SYNCGUARD_SERVICE_UNAVAILABLE (-1)  /* the server is away, or rolled a conflict back */

@@ -33,9 +33,9 @@ use syncguard::{
 
 /// It worked.
 pub const SYNCGUARD_OK: i32 = 0;
-/// Somebody else holds the key.
+/// Another holder has the key.
 pub const SYNCGUARD_LOCKED: i32 = 1;
-/// The lease is over, or was let go.
+/// The lease is over, or was released.
 pub const SYNCGUARD_NOT_HELD: i32 = 2;
 /// [`ErrorCode::ServiceUnavailable`]
 pub const SYNCGUARD_SERVICE_UNAVAILABLE: i32 = -1;
@@ -74,7 +74,7 @@ impl syncguard_guard {
         Self { slot: Mutex::new(Some(Arc::new(guard))), fence, lost }
     }
 
-    /// Calls with the guard, if it has not been released; the mutex is let go before the call. A
+    /// Calls with the guard, if it has not been released; the mutex is released before the call. A
     /// release meanwhile leaves the last reference to this call, whose end drops the guard.
     fn with<T>(&self, call: impl FnOnce(&LockGuard) -> T) -> Option<T> {
         let guard = self.slot.lock().unwrap_or_else(PoisonError::into_inner).clone();

@@ -249,7 +249,7 @@ impl Registry {
         let registry = Arc::clone(self);
         threads::spawn(name, move || run(&registry)).map(drop).map_err(|cause| {
             LockError::new(ErrorCode::Internal)
-                .with_message("the system gave no thread to look after the session lock with")
+                .with_message("no background thread could be started, so the session lock is given back: raise the limit of threads")
                 .with_source(cause)
         })
     }

@@ -1,4 +1,4 @@
-//! The five operations, one attempt each and without a guard, and the look-ups.
+//! The five operations, one attempt each and without a guard, and the lookups.
 
 use std::time::Duration;
 

@@ -45,7 +45,7 @@ pub(crate) struct Acquire<'a> {
     ttl: Ttl,
 }
 
-/// Where the row that stands for a key has the clock, a grant has this.
+/// The last column of `acquire_absent` is this in a grant; for a row that exists it is the server's clock.
 const GRANTED: i64 = 1;
 
 /// What one round of the protocol found.
@@ -58,7 +58,7 @@ pub(super) enum Round {
     },
     Locked,
     /// The row is live and carries our id already; only two messages can confirm it.
-    Mine,
+    AlreadyOurs,
 }
 
 impl<'a> Acquire<'a> {
@@ -78,7 +78,7 @@ impl<'a> Acquire<'a> {
             let round = if in_two { self.two_messages(session, at) } else { self.one_message(session, at) };
             in_two |= round.as_ref().is_err_and(Failure::is_in_doubt);
             match round {
-                Ok(Round::Mine) => self.two_messages(session, at),
+                Ok(Round::AlreadyOurs) => self.two_messages(session, at),
                 other => other,
             }
         });
@@ -90,7 +90,9 @@ impl<'a> Acquire<'a> {
                 backend.database.operation_timeout(),
                 self.ttl,
             ))),
-            Err(failure) => Err(self.label(self.name_stranger(backend, failure.into_error(), cancel))),
+            Err(failure) => {
+                Err(self.label(self.name_blocking_session(backend, failure.into_error(), cancel)))
+            }
         }
     }
 
@@ -103,7 +105,7 @@ impl<'a> Acquire<'a> {
     ) -> Result<Round, Failure> {
         if !in_two {
             match self.careful_message(session, at)? {
-                Round::Mine => {}
+                Round::AlreadyOurs => {}
                 round => return Ok(round),
             }
         }
@@ -118,15 +120,18 @@ impl<'a> Acquire<'a> {
                 Ok(Some(Grant { acquired, version: Some(version) }))
             }
             Round::Locked => Ok(None),
-            Round::Mine => Err(malformed()),
+            Round::AlreadyOurs => Err(malformed()),
         }
     }
 
-    /// Which session the queue stood behind, if that is why the time ran out: other acquires keep the
-    /// key's number for a statement, a session lock on it for as long as it likes, and outside of a
-    /// transaction only a session lock can. Best effort, within the time by which our own deadlines are
-    /// later than the server's.
-    fn name_stranger(&self, backend: &PostgresBackend, error: LockError, cancel: &CancelToken) -> LockError {
+    /// Names the session that blocked the queue, if that is why the time ran out. Outside of a transaction
+    /// only a session lock can block it. Best effort, within [`GRACE`].
+    fn name_blocking_session(
+        &self,
+        backend: &PostgresBackend,
+        error: LockError,
+        cancel: &CancelToken,
+    ) -> LockError {
         if error.code() != ErrorCode::NetworkTimeout || cancel.is_cancelled() {
             return error;
         }
@@ -148,10 +153,10 @@ impl<'a> Acquire<'a> {
         });
         match found {
             Ok(Some((Some(pid), Some(1..)))) => error.with_message(format!(
-                "the server process {pid} is in a transaction that has the advisory lock which this key queues on, and stands still: most likely another acquire of the key whose process is paused or cut off; it ends at its own limits"
+                "the server process {pid} holds this key's advisory lock in an open transaction and makes no progress: most likely another acquire whose process is paused or cut off; the server ends it at its own limits"
             )).with_contention(),
             Ok(Some((Some(pid), _))) => error.with_message(format!(
-                "the server process {pid} holds an advisory lock on the number that this key queues on: a session lock should stay outside of -2^31..2^31; see advisory_holders()"
+                "the server process {pid} holds an advisory lock on the number that this key queues on: session locks must not use the numbers from -2^31 to 2^31-1, which leases use; see advisory_holders()"
             )).with_contention(),
             _ => error,
         }
@@ -199,7 +204,7 @@ impl<'a> Acquire<'a> {
             .call(&statements.queue, &[Arg::Text(&self.storage_key)])
             .call(&statements.acquire, &self.grant_args());
         let answers = match session.commit(&message) {
-            Err(failure) if is_all_or_nothing(&failure) => return self.unwritten(session, at),
+            Err(failure) if is_all_or_nothing(&failure) => return self.explain_unwritten_row(session, at),
             other => other?,
         };
         let row = required(answers.row(0)?)?;
@@ -207,9 +212,9 @@ impl<'a> Acquire<'a> {
             return Ok(granted);
         }
         match (required(int(row, 4)?)?, required(int(row, 5)?)?) {
-            (_, mine) if mine > 0 => Ok(Round::Mine),
-            // All was well but the counter.
-            (ok, _) if ok > 0 => Err(unraised(session, at, &self.fence_key)),
+            (_, mine) if mine > 0 => Ok(Round::AlreadyOurs),
+            // The key was free; only the counter was not raised.
+            (ok, _) if ok > 0 => Err(explain_unraised_counter(session, at, &self.fence_key)),
             _ => Ok(Round::Locked),
         }
     }
@@ -239,15 +244,19 @@ impl<'a> Acquire<'a> {
             }
             Err(failure) if is_all_or_nothing(&failure) => {
                 session.rollback();
-                self.unwritten(session, at)
+                self.explain_unwritten_row(session, at)
             }
             Err(failure) => Err(failure),
         }
     }
 
-    /// The counter could be raised and the row not be written. That is contention if somebody has
+    /// The counter could be raised and the row not be written. That is contention if another session has
     /// written the row since the look, without the queue; else something swallows the write.
-    fn unwritten(&self, session: &mut Session<'_>, at: &ResolvedTables) -> Result<Round, Failure> {
+    fn explain_unwritten_row(
+        &self,
+        session: &mut Session<'_>,
+        at: &ResolvedTables,
+    ) -> Result<Round, Failure> {
         let answers = session.ask_one(&at.statements.look, &[Arg::Text(&self.storage_key)])?;
         if let Some(row) = answers.row(0)? {
             let (expires_at_ms, now_ms) = (required(int(row, 0)?)?, required(int(row, 1)?)?);
@@ -302,7 +311,7 @@ enum Step {
     Exhausted,
 }
 
-/// The decision. A row or a counter that is there but not locked by us belongs to somebody who is
+/// The decision. A row or a counter that is there but not locked by us belongs to a session that is
 /// just working on it: contention, whatever it says.
 fn decide(state: &KeyState, lock_id: &str) -> Step {
     if let Some(row) = &state.row {
@@ -344,8 +353,12 @@ pub(super) fn granted(row: &Row) -> Result<Option<Round>> {
 }
 
 /// Why a counter was not raised: it is at its limit, or something swallows the change.
-pub(crate) fn unraised(session: &mut Session<'_>, at: &ResolvedTables, fence_key: &str) -> Failure {
-    match stands_at_its_end(session, at, fence_key) {
+pub(crate) fn explain_unraised_counter(
+    session: &mut Session<'_>,
+    at: &ResolvedTables,
+    fence_key: &str,
+) -> Failure {
+    match counter_is_exhausted(session, at, fence_key) {
         Ok(true) => fence_exhausted().into(),
         Ok(false) => swallowed().into(),
         Err(failure) => failure,
@@ -353,7 +366,7 @@ pub(crate) fn unraised(session: &mut Session<'_>, at: &ResolvedTables, fence_key
 }
 
 /// Whether the counter is there and may not be raised. One that was set to NULL by hand is.
-fn stands_at_its_end(
+fn counter_is_exhausted(
     session: &mut Session<'_>,
     at: &ResolvedTables,
     fence_key: &str,

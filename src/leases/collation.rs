@@ -4,7 +4,7 @@
 //! of the system's libraries does, a search goes astray: a key that is held is not found and granted
 //! again, and a counter begins anew (<https://www.postgresql.org/docs/current/collation.html#COLLATION-MANAGING>).
 //! `COLLATE "C"` compares bytes and never changes; our own tables have it. Tables of other clients and
-//! of earlier versions may not: they are looked at by set-up and before a client's first use.
+//! of earlier versions may not: they are looked at by setup and before a client's first use.
 
 use crate::error::{LockError, Result};
 use crate::pg::Failure;

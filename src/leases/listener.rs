@@ -1,5 +1,5 @@
 //! The connection that listens for releases. Why it is as it is: see
-//! [`wake`](crate::leases::wake_ups).
+//! [`wake_ups`](crate::leases::wake_ups).
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -183,7 +183,8 @@ fn connect(target: &ListenTarget) -> Result<Connection> {
 }
 
 fn gone() -> LockError {
-    LockError::new(ErrorCode::ServiceUnavailable).with_message("the connection that listens is closed")
+    LockError::new(ErrorCode::ServiceUnavailable)
+        .with_message("the connection that listens is closed: it is opened again")
 }
 
 fn shared_sessions() -> LockError {

@@ -8,7 +8,7 @@ pub(super) const CHANNEL: &str = "syncguard_wake";
 pub(super) const CLASS: i32 = 0x7367_776B;
 
 /// The SQL that notifies the waiters of the key in this column, if there are any. It is part of every
-/// release, where each function costs a look-up although it is hardly ever needed: so the number is
+/// release, where each function costs a lookup although it is hardly ever needed: so the number is
 /// sent in hexadecimal, by one function instead of two.
 pub(crate) fn notify_waiters(key: &str) -> String {
     let number = format!("pg_catalog.hashtext({key})");

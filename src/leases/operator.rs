@@ -2,7 +2,7 @@
 //! away: cleaning up what is long over, and breaking a lock by hand.
 //!
 //! 1. Nothing here deletes or lowers a fence counter.
-//! 2. Clean-up deletes a row only if it is over by more than [`CLEANUP_GUARD_MS`], judged by the
+//! 2. Cleanup deletes a row only if it is over by more than [`CLEANUP_GUARD_MS`], judged by the
 //!    server's clock on the newest version of the row, in the deleting statement itself.
 //! 3. A broken lock's fence is raised with it, in one transaction: whatever the old holder still
 //!    writes under its fence is refused. Where it cannot be raised, the lock is not broken either.
@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use crate::backend::{LockInfo, LockInfoRaw};
 use crate::cancel::CancelToken;
 use crate::error::{LockError, Result};
-use crate::leases::acquire::unraised;
+use crate::leases::acquire::explain_unraised_counter;
 use crate::leases::backend::PostgresBackend;
 use crate::leases::fragments::{CLOCK, live};
 use crate::leases::notify::notify_waiters;
@@ -50,7 +50,7 @@ pub struct Operator {
 pub struct Counts {
     /// Leases that are live by the server's clock.
     pub live: u64,
-    /// Rows whose lease is over: taken over by the next holder, or deleted by clean-up.
+    /// Rows whose lease is over: taken over by the next holder, or deleted by cleanup.
     pub expired: u64,
     /// Fence counters: one for each key that was ever locked.
     pub counters: u64,
@@ -261,7 +261,7 @@ impl Operator {
             let answers = match answers {
                 Err(failure) if is_swallowed(&failure) => return Err(swallowed().into()),
                 Err(failure) if is_all_or_nothing(&failure) => {
-                    return Err(unraised(session, at, &fence_key));
+                    return Err(explain_unraised_counter(session, at, &fence_key));
                 }
                 answers => answers?,
             };

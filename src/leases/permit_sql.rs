@@ -64,7 +64,7 @@ struct Wanted {
 /// `own`: the row that has the id already. Else `slot`: from a start that differs from call to call, the
 /// first number without a live row whose advisory lock is free. That lock is taken, and only that one:
 /// `free` is materialised, so that its rows are asked for one by one and the planner cannot move the
-/// function into it. A row is looked up by a count, which stays a look-up by the index for each number:
+/// function into it. A row is looked up by a count, which stays a lookup by the index for each number:
 /// as a join it could become one with the whole table.
 fn slot(tables: &Tables, wanted: &Wanted) -> String {
     let (locks, alive) = (&tables.locks, live("l.expires_at_ms", CLOCK));

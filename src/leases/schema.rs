@@ -22,7 +22,7 @@ const DEFAULT_FENCES: &str = "syncguard_fence_counters";
 /// The longest identifier (<https://www.postgresql.org/docs/current/limits.html>).
 const MAX_IDENTIFIER: usize = 63;
 
-/// The advisory lock that set-up runs under: two integers, "SYNC" and "DDL\0", a space of its own
+/// The advisory lock that setup runs under: two integers, "SYNC" and "DDL\0", a space of its own
 /// that no lease and no session lock of a single number can touch.
 const SETUP_LOCK: &str = "pg_catalog.pg_advisory_xact_lock(1398363715, 1145326592)";
 
@@ -164,7 +164,7 @@ pub(crate) struct Survey {
 }
 
 impl Survey {
-    /// Whether set-up would find nothing to do.
+    /// Whether setup would find nothing to do.
     pub(crate) fn is_complete(&self) -> bool {
         self.locks_in.is_some() && self.fences_in.is_some() && self.has_indexes
     }

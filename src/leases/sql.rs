@@ -1,6 +1,6 @@
-//! Every SQL text of the lease protocol.
+//! The prepared statements of the lease protocol. A rare query stands beside its caller.
 //!
-//! TableNames are always quoted and qualified, and so are functions, types and operators ([`names`](crate::pg::names)).
+//! Names are always quoted and qualified, and so are functions, types and operators ([`names`](crate::pg::names)).
 //!
 //! Why the statements look as they do:
 //!

@@ -39,7 +39,7 @@ pub(super) enum AttemptResult {
     Granted(LockGuard),
     /// Another holder has the key.
     Taken,
-    /// Granted, but so late that the lease could not be trusted; it was let go.
+    /// Granted, but so late that the lease could not be trusted; it was released.
     TooLate,
 }
 
@@ -186,7 +186,7 @@ fn under_own_id<T>(
 }
 
 /// The grant, if at least half of its time is left; otherwise what one extend makes of it. A lease
-/// that is not surely held is let go, and waiting goes on as after contention.
+/// that is not surely held is released, and waiting goes on as after contention.
 fn with_time_left(
     engine: &Arc<Engine>,
     key: &str,

@@ -22,7 +22,9 @@ pub(super) fn start(engine: &Arc<Engine>) -> Result<()> {
     }
     let failed = |cause| {
         LockError::new(ErrorCode::Internal)
-            .with_message("the system gave no thread to look after the lock with: nothing was locked")
+            .with_message(
+                "no background thread could be started, so nothing was locked: raise the limit of threads",
+            )
             .with_source(cause)
     };
     if threads.timer.is_none() {

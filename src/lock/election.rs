@@ -1,6 +1,6 @@
 //! Leader election: who holds the lease of the key leads, and its fence is the term.
 //!
-//! 1. A campaign is the wait for a plain lock, without a time-out and without a limit of attempts. Each has a
+//! 1. A campaign is the wait for a plain lock, without a timeout and without a limit of attempts. Each has a
 //!    lock id of its own: neither a host nor a process is an identity.
 //! 2. A term is trusted as its guard is, until ttl after the *sending* of what was confirmed last. Lost is
 //!    final: a term never comes back.

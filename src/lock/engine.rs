@@ -5,7 +5,7 @@
 //! by whoever holds the last handle; never inside an async runtime or where thread-locals are gone: drivers
 //! panic there.
 //!
-//! After a fork the child has no threads, and its copies of the mutexes may be locked for ever by
+//! After a fork the child has no threads, and its copies of the mutexes may be locked forever by
 //! threads that it has not got: there nothing is locked, nothing is asked and nothing is dropped. Its
 //! guards do not hold, every call is refused.
 
@@ -150,7 +150,7 @@ impl Engine {
         Entered(self)
     }
 
-    /// Tells this process's first waiter that the lease of this key was let go.
+    /// Tells this process's first waiter that the lease of this key was released.
     pub(super) fn freed(&self, key: &str) {
         self.queue.freed(waited_for(key));
     }

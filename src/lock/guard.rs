@@ -276,7 +276,7 @@ impl LockGuard {
     /// Lets the lock go, and says whether it was still held.
     ///
     /// With `min_hold`, a guard that ends sooner leaves the lease in place until then and answers
-    /// `Released`: it is not the caller's any more.
+    /// `Released`: it is not the caller's any more. [`release_now`](Self::release_now) does not wait for that.
     ///
     /// ```
     /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
@@ -293,6 +293,30 @@ impl LockGuard {
     /// the client's worker goes on releasing it until the lease is over, at most its ttl and a
     /// second later.
     pub fn release(self) -> Result<ReleaseResult> {
+        self.end(false)
+    }
+
+    /// As [`release`](Self::release), and ends `min_hold` early: the key is free at once.
+    ///
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// use std::time::Duration;
+    /// use syncguard::LockOptions;
+    ///
+    /// let options = LockOptions::new().min_hold(Duration::from_secs(10));
+    /// client.lock_with("nightly", &options)?.release_now()?;
+    /// assert!(!client.is_locked("nightly")?);
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// Those of [`release`](Self::release).
+    pub fn release_now(self) -> Result<ReleaseResult> {
+        self.end(true)
+    }
+
+    fn end(self, now: bool) -> Result<ReleaseResult> {
         let engine = self.engine();
         engine.check_process()?;
         let _entered = engine.enter_anyway();
@@ -300,6 +324,9 @@ impl LockGuard {
         let Some(mut pending) = self.finish(ReleaseSource::Worker) else {
             return Ok(ReleaseResult::NotHeld);
         };
+        if now {
+            pending.min_hold_end = engine.clock.now();
+        }
         match release_here(engine, &mut pending, limit) {
             Ok(ReleaseProgress::Kept) => {
                 let at = pending.min_hold_end;
@@ -424,7 +451,7 @@ fn release_here(engine: &Engine, pending: &mut PendingRelease, limit: Duration) 
     let result = if thread_locals_gone() {
         run_on_own_thread(|| try_release(engine, pending, limit)).unwrap_or_else(|| {
             Err(LockError::new(ErrorCode::Internal).with_message(
-                "the system gave no thread to release the lock with: it is tried again in the background",
+                "no thread could be started to release the lock: it is tried again in the background",
             ))
         })
     } else {

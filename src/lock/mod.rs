@@ -141,7 +141,7 @@ impl LockClient {
     }
 
     /// Waits for the lock. Threads of this client that want the same key take turns, first come,
-    /// first served; between processes chance and back-off decide. Locks are not re-entrant: a thread
+    /// first served; between processes chance and backoff decide. Locks are not re-entrant: a thread
     /// that asks for a key that it holds waits like any other.
     ///
     /// ```

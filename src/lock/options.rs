@@ -163,7 +163,7 @@ impl LockOptions {
     /// the time waited so far, and at least every 250 ms. Looks are not attempts. After 30 ms the
     /// backend is asked to tell when the key is released, if it can
     /// ([`LockBackend::watch`](crate::LockBackend::watch)); while it can, looks are rarer. With
-    /// `false` only the back-off and releases in this process end a wait.
+    /// `false` only the backoff and releases in this process end a wait.
     ///
     /// ```
     /// let options = syncguard::LockOptions::new().wake_ups(false);

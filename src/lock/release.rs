@@ -10,7 +10,7 @@ use crate::lock::registry::PendingRelease;
 use crate::lock::report::ReleaseErrorContext;
 use crate::model::time::{Moment, TOLERANCE};
 
-/// What became of a lease that was to be let go.
+/// What became of a lease that was to be released.
 pub(super) enum ReleaseProgress {
     Done(ReleaseOutcome),
     /// It is kept until the end of `min_hold`.

@@ -10,7 +10,7 @@ use crate::threads::{UserValue, ignore_panic};
 /// A handler for failed automatic releases.
 pub(crate) type OnReleaseError = UserValue<Arc<dyn Fn(&LockError, &ReleaseErrorContext) + Send + Sync>>;
 
-/// Which kind of clean-up failed.
+/// Which kind of cleanup failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(rename_all = "snake_case"))]
 #[non_exhaustive]
@@ -44,7 +44,7 @@ pub struct ReleaseErrorContext {
     pub key: String,
     /// The lock id. Whoever knows it can release the lock.
     pub lock_id: String,
-    /// Which kind of clean-up failed.
+    /// Which kind of cleanup failed.
     pub source: ReleaseSource,
 }
 

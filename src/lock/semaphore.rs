@@ -88,7 +88,7 @@ impl Semaphore {
     }
 
     /// Waits for a permit. Threads of this client that wait for the same semaphore take turns, first come,
-    /// first served; between processes chance and back-off decide.
+    /// first served; between processes chance and backoff decide.
     ///
     /// ```
     /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());

@@ -4,7 +4,7 @@
 //! 2. Only the first of a key's waiters in this process asks the server (see the queue); the time
 //!    before costs no attempt.
 //! 3. The first attempt is made in full; later ones look first with one plain read.
-//! 4. Attempts follow the options' back-off. A release in this process ends the pause, and the
+//! 4. Attempts follow the options' backoff. A release in this process ends the pause, and the
 //!    attempt it leads to is free: it counts neither as a retry nor does it prolong anything.
 //!    So does a look between two attempts that finds the key free: that is how a release in another
 //!    process is noticed within milliseconds. And so does the backend, which watches the key for a
@@ -139,7 +139,7 @@ impl Waiter {
     }
 
     /// How long until the next look: what has been waited for long is noticed a little later, so
-    /// that many long waits cost little, and the hand-off stays within a sixteenth of the wait. Where
+    /// that many long waits cost little, and the handoff stays within a sixteenth of the wait. Where
     /// the backend listens, looks are for what it does not hear (a lease that runs out, a client that
     /// calls nobody): within a quarter of the wait.
     fn look_interval(&self, now: Moment) -> Duration {
@@ -213,7 +213,7 @@ impl Waiter {
     }
 
     /// Contention is waited out. A call that was cut short by our own deadline, after the key was
-    /// seen taken, is the time-out of the whole. Everything else is the caller's.
+    /// seen taken, is the timeout of the whole. Everything else is the caller's.
     fn wait_or_fail(&mut self, error: LockError, contended: bool) -> Result<()> {
         // What may be held is never waited out.
         if error.is_outcome_unknown() {
@@ -280,7 +280,7 @@ impl Waiter {
         // Whatever was in the way says more than how the last call was cut short.
         let met = self.conflict.take();
         let attempts = match self.attempts {
-            0 => "and no attempt was made: other threads of this process were before us".to_owned(),
+            0 => "and no attempt was made: other threads of this process were ahead in the queue".to_owned(),
             1 => "in 1 attempt".to_owned(),
             n => format!("in {n} attempts"),
         };
@@ -289,7 +289,7 @@ impl Waiter {
                 "its retries are used up, raise max_retries or hold the lock for less time"
             }
             None => "raise timeout, or hold the lock for less time",
-            Some(_) => "what was in the way is the cause of this error",
+            Some(_) => "see this error's source for what was in the way",
         };
         let what = if self.call.permits.is_some() { "a permit" } else { "the key" };
         let error = LockError::new(ErrorCode::AcquisitionTimeout).with_message(format!(
@@ -303,7 +303,7 @@ impl Waiter {
     }
 }
 
-/// Why a grant was let go, for whoever waited in vain.
+/// Why a grant was released, for whoever waited in vain.
 fn too_late() -> LockError {
     LockError::new(ErrorCode::NetworkTimeout).with_message(
         "the key was granted, but most of the ttl was over when the answer came: raise the ttl, or see what slows the server down",

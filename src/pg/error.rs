@@ -185,7 +185,7 @@ pub(crate) fn with_cause(mapped: LockError, sqlstate: &str, error: postgres::Err
     }
 }
 
-/// Whether somebody's own function said it (a trigger on the tables, for example), with a text and a
+/// Whether a user-defined function said it (a trigger on the tables, for example), with a text and a
 /// SQLSTATE of its choice.
 fn was_raised(db: &DbError) -> bool {
     db.routine() == Some("exec_stmt_raise")
@@ -199,7 +199,7 @@ fn quotes_values(sqlstate: &str) -> bool {
     }
 }
 
-/// The constraint or the column of somebody else's that refused a row, by its name: a name is no value.
+/// The constraint or the column that refused a row, by its name: a name is no value.
 fn added_by_others(db: &DbError) -> Option<String> {
     if !db.code().code().starts_with("23") {
         return None;
@@ -212,7 +212,7 @@ fn added_by_others(db: &DbError) -> Option<String> {
 fn hint(sqlstate: &str, code: ErrorCode) -> &'static str {
     match sqlstate {
         "42P01" | "42703" => {
-            "the lock tables are missing or of another shape: call setup_schema() or run schema.sql, and check schema, table_name and fence_table_name"
+            "the lock tables are missing or have unexpected columns: call setup_schema() or run schema.sql, and check schema, table_name and fence_table_name"
         }
         "3F000" => "the schema does not exist: create it, or name another with the builder's schema()",
         "3D000" => "the database does not exist: check the connection string",
@@ -235,7 +235,7 @@ fn hint(sqlstate: &str, code: ErrorCode) -> &'static str {
             "something that was added to the lock tables refuses the row: drop it from them"
         }
         "P0001" => {
-            "a trigger or function of somebody's own on the lock tables refused this: its text is in the server's log"
+            "a user-defined trigger or function on the lock tables rejected this: see the server's log for its text"
         }
         "25006" => "the server is read-only, a standby perhaps: connect to the primary",
         "40001" | "40P01" => "the transaction lost against another and was rolled back: try again",
@@ -243,7 +243,7 @@ fn hint(sqlstate: &str, code: ErrorCode) -> &'static str {
             "another session holds a lock on the row, the table or the key's number, longer than this call may wait, or a prepared transaction does: see Operator::waiters() and pg_prepared_xacts, then try again"
         }
         "57014" => {
-            "the server cancelled the statement, because its time was over or an operator ended it: try again"
+            "the server cancelled the statement, because its time was over or an operator ended it: see Operator::waiters() and pg_prepared_xacts for what it may have waited for, then try again"
         }
         "53100" => "the server's disk is full: make room on it",
         "53300" => "the server has no connection left: raise max_connections, or open fewer",
@@ -312,7 +312,7 @@ fn other_attributes(error: &io::Error) -> &'static str {
     if error.to_string().contains("not read only") {
         "none of these hosts is read-only, as target_session_attrs=read-only asks: leave that out, since only a primary can lock"
     } else {
-        "none of these hosts is a primary now, a fail-over may be under way: try again, and check that the list names every host that may become the primary"
+        "none of these hosts is a primary now, a failover may be under way: try again, and check that the list names every host that may become the primary"
     }
 }
 
@@ -325,7 +325,7 @@ fn without_io(text: &str, why: &str) -> (ErrorCode, Cow<'static, str>) {
     let (code, message) = if text.starts_with("authentication error") && why.contains("channel binding") {
         (
             ErrorCode::AuthFailed,
-            "channel_binding=require asks for TLS and scram-sha-256, and the server offers one of them not: check sslmode, the connector and pg_hba.conf",
+            "channel_binding=require asks for TLS and scram-sha-256, and the server does not offer both: check sslmode, the connector and pg_hba.conf",
         )
     } else if text.starts_with("authentication error") {
         (ErrorCode::AuthFailed, "authentication failed: check user and password")
@@ -362,7 +362,7 @@ impl ServerError {
         if quotes_values(sqlstate) || was_raised(db) {
             return Self::Withheld(sqlstate.to_owned());
         }
-        // With a context it may be that of a function of somebody's own.
+        // With a context it may be that of a user-defined function.
         let hint = db.hint().filter(|_| db.where_().is_none());
         let hint = hint.map(|hint| format!(" (hint: {hint})")).unwrap_or_default();
         Self::Told(without_names(&format!("{}: {}{hint}", db.severity(), db.message())))

@@ -75,10 +75,10 @@ impl Failure {
         matches!(self.kind, Kind::Broken { stale: true, .. })
     }
 
-    /// Whether other idle connections cannot be trusted either, if this happened on one that was opened
+    /// Whether no other idle connection can be trusted either, if this happened on one that was opened
     /// for the call (`fresh`) or not: the server was restarted, a firewall forgot them, or they lead to
     /// a standby.
-    pub(crate) fn is_of_all(&self, fresh: bool) -> bool {
+    pub(crate) fn condemns_idle_connections(&self, fresh: bool) -> bool {
         let Kind::Broken { stale, .. } = self.kind else { return false };
         self.error.sqlstate() == Some(READ_ONLY)
             || (!fresh && (stale || self.error.code() == ErrorCode::NetworkTimeout))
@@ -87,7 +87,7 @@ impl Failure {
     /// The error, where nothing more can be done about it and the outcome is known.
     pub(crate) fn into_error(self) -> LockError {
         match self.kind {
-            Kind::Unprepared => self.error.with_message("the server keeps forgetting prepared statements"),
+            Kind::Unprepared => self.error.with_message("the server keeps forgetting prepared statements: a pooler or DISCARD ALL removes them, connect directly"),
             Kind::Refused | Kind::Broken { .. } => self.error,
         }
     }

@@ -27,7 +27,7 @@ pub(crate) struct Resolver {
 
 #[derive(Default)]
 struct Name {
-    /// When the look-up that is under way began.
+    /// When the lookup that is under way began.
     since: Option<Instant>,
     waiting: Vec<Sender<Event>>,
     /// The last answer that named an address.
@@ -62,7 +62,7 @@ impl Resolver {
     ///
     /// Without an answer the last one serves: a name server that is away must not end locks that
     /// the server itself could still serve. It is waited for half of the limit then, counted from
-    /// the beginning of the look-up, so that only the first of many calls waits.
+    /// the beginning of the lookup, so that only the first of many calls waits.
     pub(crate) fn resolve(&self, name: &str, limit: Duration, cancel: &CancelToken) -> Result<Vec<IpAddr>> {
         let (sender, receiver) = channel();
         let (start, wait, last) = {
@@ -98,7 +98,7 @@ impl Resolver {
         }
     }
 
-    /// Looks a name up on a thread of its own. Without a thread the look-up ends at once, in vain.
+    /// Looks a name up on a thread of its own. Without a thread the lookup ends at once, in vain.
     fn start(&self, name: &str) {
         let lookup = Arc::clone(&self.lookup);
         let mut under_way = UnderWay { resolver: self.clone(), name: name.to_owned(), answer: None };
@@ -113,7 +113,7 @@ impl Resolver {
     }
 }
 
-/// A look-up under way: however it ends, those who wait are told, and the next one may begin.
+/// A lookup under way: however it ends, those who wait are told, and the next one may begin.
 struct UnderWay {
     resolver: Resolver,
     name: String,
@@ -122,7 +122,7 @@ struct UnderWay {
 
 impl Drop for UnderWay {
     fn drop(&mut self) {
-        let answer = self.answer.take().unwrap_or_else(|| Err(io::Error::other("the look-up ended early")));
+        let answer = self.answer.take().unwrap_or_else(|| Err(io::Error::other("the lookup ended early")));
         let answer = answer.map_err(|error| (error.kind(), error.to_string().into()));
         let mut names = self.resolver.names();
         let Some(entry) = names.get_mut(&self.name) else { return };
@@ -232,7 +232,7 @@ mod tests {
         }
         answer.send(Ok(vec![ip(3)])).unwrap();
         assert_eq!(resolve(LONG).unwrap(), [ip(3)], "it is back");
-        assert_eq!(asked.load(Ordering::SeqCst), 5, "the silence was one look-up");
+        assert_eq!(asked.load(Ordering::SeqCst), 5, "the silence was one lookup");
     }
 
     #[test]

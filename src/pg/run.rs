@@ -37,8 +37,8 @@ pub(crate) enum Lane {
     Renewals,
 }
 
-/// Carries an operation out again after a lost answer, until one comes or the time is over: for
-/// what may be carried out twice, and late. Says what the first lost answer was.
+/// Repeats an operation after a lost answer, until there is an answer or the time is over: for operations
+/// that may be carried out twice, and late. Answers the error of the first lost answer, too.
 pub(crate) fn until_known<R>(
     end: Instant,
     cancel: &CancelToken,
@@ -125,7 +125,7 @@ impl Database {
                 Ok(result) => return Ok(result),
                 Err(failure) => failure,
             };
-            if failure.is_of_all(fresh) {
+            if failure.condemns_idle_connections(fresh) {
                 self.source.purge();
             }
             in_doubt |= failure.is_in_doubt();

@@ -1,7 +1,7 @@
-//! One operation's use of one connection: prepare, send, read the answers, put it back or cut it.
+//! One operation's use of one connection: prepare, send, read the answers, put it back or close it.
 //!
 //! 1. A connection goes back to its pool only when every message was answered and no transaction is
-//!    open; in any doubt it is closed ([`Session`] closes it unless [`Session::finish`] is reached).
+//!    open; in any doubt it is closed ([`Session`] closes it when dropped, unless it was taken out).
 //! 2. Every wait is bounded twice: by the server's own limits, set in each transaction, and by the
 //!    control's deadline a little later, so that the server's better error comes first where it comes.
 //!    One of a caller's may come with a transaction that other code left open, where what we do could
@@ -32,7 +32,7 @@ use crate::threads::spawn;
 /// How much later than the server's limits the client gives up.
 pub(crate) const GRACE: Duration = Duration::from_millis(100);
 
-/// How much later than the call's own end the limits of a preconfigured session may end a wait.
+/// By how much the limits that a session began with may be later than the call's deadline.
 const LATE_MS: u64 = 300;
 
 /// How often a statement is called on one connection before the driver prepares it.
@@ -67,7 +67,7 @@ impl<'a> Session<'a> {
         let message = SessionState::preparation(self.limits(), &missing);
         let answers = match self.simple(&message, false) {
             Ok(answers) => answers,
-            // 42P05: somebody else prepared them on the server connection behind a pooler. 25001 or
+            // 42P05: another client prepared them on the server connection behind a pooler. 25001 or
             // 0A000: a server that cannot prepare. Written-out statements work everywhere.
             Err(failure) if matches!(failure.refused_with(), Some("42P05" | "25001" | "0A000")) => {
                 self.connection()?.state().plain = true;
@@ -97,7 +97,7 @@ impl<'a> Session<'a> {
         self.ask(&Message::new().raw(self.limits()).call(statement, args))
     }
 
-    /// The same, prepared with all of its kind first. If somebody has discarded it: once more, and after
+    /// The same, prepared with all of its kind first. If they were discarded: once more, and after
     /// that it is written out.
     pub(crate) fn ask_prepared(
         &mut self,
@@ -141,7 +141,7 @@ impl<'a> Session<'a> {
     fn committed(&mut self, answers: Answers) -> Result<Answers, Failure> {
         if self.connection()?.control().is_some_and(StreamControl::take_unreplicated) {
             let error = LockError::new(ErrorCode::ServiceUnavailable)
-                .with_message("the change is durable on this server, but its standby may not have it");
+                .with_message("the change is durable on this server, but its synchronous standby may not have it: check replication");
             return Err(Failure::broken(error, true, false));
         }
         Ok(answers)
@@ -168,7 +168,7 @@ impl<'a> Session<'a> {
         let done = self.simple(&Message::new().raw("ROLLBACK"), true);
         self.end = end;
         if done.is_err() {
-            self.cut();
+            self.close();
         }
     }
 
@@ -256,7 +256,7 @@ impl<'a> Session<'a> {
     }
 
     /// Closes the connection.
-    fn cut(&mut self) {
+    fn close(&mut self) {
         if let Some(connection) = self.connection.take() {
             connection.discard();
         }
@@ -265,7 +265,7 @@ impl<'a> Session<'a> {
     fn connection(&mut self) -> Result<&mut Connection> {
         self.connection.as_mut().ok_or_else(|| {
             LockError::new(ErrorCode::ServiceUnavailable)
-                .with_message("the connection to the server is closed")
+                .with_message("the connection to the server is closed: try again")
         })
     }
 
@@ -277,7 +277,7 @@ impl<'a> Session<'a> {
         if outcome.as_ref().is_err_and(late) && !self.is_own() {
             return Err(self.left_open());
         }
-        self.noticed(outcome)
+        self.track_prepared(outcome)
     }
 
     /// Calls one statement, by the driver's own kind of prepared statement once it is called often:
@@ -297,18 +297,18 @@ impl<'a> Session<'a> {
                 let types = statement.sql_types();
                 let prepared =
                     self.round_trip(false, |client| client.prepare_typed(statement.text(), &types));
-                let handle = self.noticed(prepared)?;
+                let handle = self.track_prepared(prepared)?;
                 self.connection()?.state().keep_handle(statement, handle.clone());
                 handle
             }
         };
         let rows = self.round_trip(commits, |client| client.query(&handle, &Arg::parameters(args)));
-        let rows = self.noticed(rows)?;
+        let rows = self.track_prepared(rows)?;
         Ok(Answers::of_query(rows))
     }
 
-    /// Notes whether prepared statements stay on this connection.
-    fn noticed<R>(&mut self, outcome: Result<R, Failure>) -> Result<R, Failure> {
+    /// Notes whether the server still has our prepared statements.
+    fn track_prepared<R>(&mut self, outcome: Result<R, Failure>) -> Result<R, Failure> {
         match outcome {
             Ok(answer) => {
                 self.connection()?.state().vanished = 0;
@@ -351,19 +351,19 @@ impl<'a> Session<'a> {
         let client = connection.client()?;
         let outcome = match guard_runtime(|| send(client)) {
             Ok(outcome) => outcome,
-            // It panicked in the middle of something: what state it is in, nobody knows.
+            // It panicked in the middle of something: its state is unknown.
             Err(error) if error.code() == ErrorCode::Internal => {
-                self.cut();
+                self.close();
                 return Err(Failure::broken(error, commits, false));
             }
             // Nothing was sent.
             Err(error) => {
-                self.cut();
+                self.close();
                 return Err(error.into());
             }
         };
         if watch.is_some_and(Watch::fires) {
-            self.cut();
+            self.close();
             return Err(LockError::aborted().into());
         }
         outcome.map_err(|error| self.failed(error, commits))
@@ -380,7 +380,7 @@ impl<'a> Session<'a> {
             return self.read_only(failure.into_error());
         }
         if !failure.is_refused() && !failure.is_unprepared() {
-            self.cut();
+            self.close();
         }
         failure
     }
@@ -389,15 +389,15 @@ impl<'a> Session<'a> {
     /// if this one was used before, that is not known yet.
     pub(crate) fn read_only(&mut self, error: LockError) -> Failure {
         let stale = self.connection.as_ref().is_some_and(Connection::was_used);
-        self.cut();
+        self.close();
         Failure::broken(error, false, stale)
     }
 
     /// A caller's connection came with a transaction of other code's, in which nothing of ours was done.
     fn left_open(&mut self) -> Failure {
-        self.cut();
+        self.close();
         let what = "a connection of the caller's pool came with an open transaction, which is rolled back: \
-            commit or roll back before you give one back";
+            commit or roll back before returning it to the pool";
         log::warn!("{what}");
         let error = LockError::new(ErrorCode::ServiceUnavailable).with_message(what);
         Failure::broken(error, false, true)
@@ -432,7 +432,7 @@ impl<'a> Session<'a> {
 
 impl Drop for Session<'_> {
     fn drop(&mut self) {
-        self.cut();
+        self.close();
     }
 }
 
@@ -442,7 +442,7 @@ struct Watch {
 }
 
 impl Watch {
-    /// Whether it has cut the connection or is about to: then nobody else may have that.
+    /// Whether it has close the connection or is about to: then the connection must not be used again.
     fn fires(self) -> bool {
         let removed = self.subscription.is_none_or(Subscription::remove);
         !removed || self.fired.load(Ordering::SeqCst)

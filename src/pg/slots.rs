@@ -262,8 +262,9 @@ fn pool_thread() -> Result<ScheduledThreadPool> {
     let begin =
         || ScheduledThreadPool::builder().num_threads(1).thread_name_pattern("syncguard-pool").build();
     catch_panic(begin).ok_or_else(|| {
-        LockError::new(ErrorCode::ServiceUnavailable)
-            .with_message("the system gave no thread for the pool of connections: raise the limit of threads")
+        LockError::new(ErrorCode::ServiceUnavailable).with_message(
+            "no thread could be started for the pool of connections: raise the limit of threads",
+        )
     })
 }
 

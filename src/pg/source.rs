@@ -213,7 +213,7 @@ impl Connection {
     pub(crate) fn client(&mut self) -> Result<&mut Client> {
         self.0.client().ok_or_else(|| {
             LockError::new(ErrorCode::ServiceUnavailable)
-                .with_message("the connection to the server is closed")
+                .with_message("the connection to the server is closed: try again")
         })
     }
 

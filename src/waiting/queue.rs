@@ -31,7 +31,7 @@ impl<K: Eq + Hash + Clone> WaiterQueue<K> {
         QueuePlace { queue: Arc::clone(self), key: key.clone(), signal }
     }
 
-    /// Tells the first waiter of a key that it was let go.
+    /// Tells the first waiter of a key that it was released.
     pub(crate) fn freed<Q>(&self, key: &Q)
     where
         K: Borrow<Q>,

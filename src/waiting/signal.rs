@@ -15,7 +15,7 @@ const LONGEST_SLEEP: Duration = Duration::from_secs(1);
 
 /// Something may have changed: look again.
 pub(crate) const LOOK: u8 = 1;
-/// The key that is waited for was just let go: try at once.
+/// The key that is waited for was just released: try at once.
 pub(crate) const FREED: u8 = 2;
 /// Releases are heard from now on: look once, for one may have come just before.
 pub(crate) const LISTENING: u8 = 4;

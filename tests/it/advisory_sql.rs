@@ -109,7 +109,7 @@ fn text(n: usize) -> String {
         0 => format!("user{n}@example.com"),
         1 => format!("  User.{n}@Example.COM "),
         2 => n.to_string(),
-        _ => format!("Clean-up of account {n}"),
+        _ => format!("Cleanup of account {n}"),
     }
 }
 

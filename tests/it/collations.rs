@@ -65,7 +65,7 @@ impl Database {
         PgLockClient::builder().auto_create_tables(false).connect(&self.url()).unwrap()
     }
 
-    /// Set-up, and the first use of a client that skips it, refuse and say what to do.
+    /// Setup, and the first use of a client that skips it, refuse and say what to do.
     #[track_caller]
     fn refuses(&self, words: &[&str]) {
         let check = |error: LockError| {

@@ -126,7 +126,7 @@ fn every_operation_judges_to_the_millisecond_with_the_time_rounded_down() {
         assert_eq!((row.acquired_at_ms, grant.expires_at_ms), (now, now + 30_000));
     }
 
-    // Clean-up has a guard of its own.
+    // Cleanup has a guard of its own.
     place.stored.run("DELETE FROM syncguard_locks");
     for (key, expires) in [("stays", now - 2_000), ("goes", now - 2_001)] {
         expiring(&place, key, expires);

@@ -180,7 +180,7 @@ fn http_server(url: &str) -> (Process, String) {
 /// The status, the headers and the body of an answer.
 fn http(address: &str, method: &str, path: &str, body: &str) -> (u16, String, String) {
     let mut stream = TcpStream::connect(address).expect("the server listens");
-    stream.set_read_timeout(Some(LIMIT)).expect("a time-out can be set");
+    stream.set_read_timeout(Some(LIMIT)).expect("a timeout can be set");
     let length = body.len();
     let head =
         format!("{method} {path} HTTP/1.1\r\nHost: test\r\nConnection: close\r\nContent-Length: {length}");

@@ -190,7 +190,7 @@ fn a_lease_that_was_extended_in_the_meantime_survives_clean_up() {
         )
     };
 
-    // The row is renewed and its transaction still open: what clean-up sees is the old version, long
+    // The row is renewed and its transaction still open: what cleanup sees is the old version, long
     // over. It must not delete by that, neither at once nor when the renewal commits.
     let key = place.key("a");
     place.stored.write(&key, &id("a"), -5_000, 7);
@@ -205,7 +205,7 @@ fn a_lease_that_was_extended_in_the_meantime_survives_clean_up() {
     assert_eq!((waits, call.join().unwrap()), (false, 0), "it neither waits for the row nor deletes it");
     assert!(client.is_locked(&key).unwrap());
 
-    // The same when the renewal comes before clean-up has looked.
+    // The same when the renewal comes before cleanup has looked.
     let key = place.key("b");
     place.stored.write(&key, &id("b"), -5_000, 7);
     let mut first = place.schema.client();
@@ -326,11 +326,11 @@ fn looking_answers_although_its_clean_up_cannot_be_done() {
         })
     });
     assert!(!client.is_locked(&key).unwrap());
-    // Nor does a clean-up that is held up hold up the answer: it goes on waiting when the answer is there.
+    // Nor does a cleanup that is held up hold up the answer: it goes on waiting when the answer is there.
     let name = unique();
     let builder = PgLockClient::builder().cleanup_in_is_locked(true).operation_timeout(LIMIT * 2);
     let client = place.build(&name, builder);
-    // On two connections everything is prepared: one is for the clean-up, and preparing asks for locks
+    // On two connections everything is prepared: one is for the cleanup, and preparing asks for locks
     // that looking does not need.
     let (mut busy, warm) = (place.schema.client(), place.key("warm"));
     busy.batch_execute(&format!("BEGIN; SELECT pg_advisory_xact_lock(hashtext('{warm}'))")).unwrap();
@@ -352,7 +352,7 @@ fn looking_answers_although_its_clean_up_cannot_be_done() {
     assert!(place.stored.row(&key).is_some() && !client.is_locked(&key).unwrap());
     crate::support::wait_until_backend_waits(&mut observer, pid);
     busy.batch_execute("ROLLBACK").unwrap();
-    wait_until(LIMIT, "the clean-up goes on", || place.stored.row(&key).is_none());
+    wait_until(LIMIT, "the cleanup goes on", || place.stored.row(&key).is_none());
 }
 
 #[test]

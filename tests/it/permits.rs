@@ -50,7 +50,7 @@ fn each_permit_is_a_lease_on_a_key_of_its_own_with_a_fence_of_its_own() {
             assert_eq!((row.lock_id.as_str(), row.fence), (guard.lock_id(), guard.fence().to_string()));
             assert_eq!(place.stored.counter(guard.key()), Some(1));
             let found = client.get_by_id_raw(guard.lock_id()).unwrap().unwrap();
-            assert_eq!(found.key, guard.key(), "a look-up by id names the permit");
+            assert_eq!(found.key, guard.key(), "a lookup by id names the permit");
         }
         assert_eq!(reports.in_use().unwrap(), 3);
         let freed = held.remove(1);

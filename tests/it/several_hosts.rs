@@ -187,7 +187,7 @@ fn of_several_hosts_the_primary_is_found_and_without_one_that_is_said() {
     primary.stop(Stop::Immediate);
     let error = both.acquire("meanwhile", TTL).unwrap_err();
     assert_eq!(error.code(), ErrorCode::ServiceUnavailable, "{error:?}");
-    assert!(error.to_string().contains("a fail-over may be under way"), "{error}");
+    assert!(error.to_string().contains("a failover may be under way"), "{error}");
     standby.ctl(&["promote", "-w"]);
     // Another key: the release may not have reached the standby.
     assert!(both.acquire("after the promotion", TTL).unwrap().acquired().is_some());

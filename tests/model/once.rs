@@ -415,7 +415,7 @@ impl State {
         if tx.kind == Kind::Begin {
             fault = fault.or((before.mark >= tx.slot).then_some(BEGUN_AGAIN));
             if !tx.own {
-                fault = fault.or(before.is_live().then_some("5: a take-over replaces a live lease"));
+                fault = fault.or(before.is_live().then_some("5: a takeover replaces a live lease"));
                 (self.db.id, self.db.ends, self.db.counter) = (tx.id, TTL, self.db.counter + 1);
                 (self.db.fence, self.db.slot) = (self.db.counter, tx.slot);
             }

@@ -48,7 +48,7 @@ fn beside_fenced_work() {
 #[test]
 fn renewals_and_crashes() {
     holds("permits: renewals", &Config { renewals: 1, ..TWO });
-    holds("permits: a crash, time-outs", &Config { crashes: 1, timeouts: true, ..TWO });
+    holds("permits: a crash, timeouts", &Config { crashes: 1, timeouts: true, ..TWO });
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use crate::config::{Config, Mutation};
 use crate::{extra_depth, holds};
 
-/// One form, and no time-outs of waits: what is left of the behaviour is explored in full, and the
+/// One form, and no timeouts of waits: what is left of the behaviour is explored in full, and the
 /// other tests have the rest.
 const fn narrow(clients: usize, acquires: u8) -> Config {
     Config { two_messages: false, timeouts: false, ..Config::new(clients, acquires) }

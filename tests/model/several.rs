@@ -60,7 +60,7 @@ fn lost_answers() {
 
 #[test]
 fn crashes_and_time_outs() {
-    holds("several keys: a crash, time-outs", &Config { crashes: 1, timeouts: true, ..TWO });
+    holds("several keys: a crash, timeouts", &Config { crashes: 1, timeouts: true, ..TWO });
 }
 
 #[test]

@@ -6,7 +6,7 @@ use crate::tables::{Kind, Outcome, Pc, Row, Rules, Set, TTL, Tables, Tx, members
 /// A step: what it was, and what it broke.
 pub(crate) type Stepped = (&'static str, Option<&'static str>);
 
-pub(crate) const TAKEOVER: &str = "4: a take-over replaces a live lease";
+pub(crate) const TAKEOVER: &str = "4: a takeover replaces a live lease";
 pub(crate) const PARTIAL: &str = "1: a grant has a part of its keys";
 pub(crate) const BURNT: &str = "3: a counter is not raised once with each grant";
 pub(crate) const TWICE: &str = "3: a fence that was told before, or an older one, is granted";

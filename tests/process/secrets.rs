@@ -132,7 +132,7 @@ fn no_key_no_lock_id_and_no_password_is_shown_or_logged() {
         PgLockClient::builder().connect(&format!("user=u password={PASSWORD}")),
     );
 
-    // Contention, time-outs, tokens.
+    // Contention, timeouts, tokens.
     forge(&mut observer, "MARKER-taken", ID, 3_600_000);
     shown.failed(
         ErrorCode::AcquisitionTimeout,

@@ -447,7 +447,7 @@ fn fences_stay(source: &Source) -> Vec<String> {
 #[test]
 fn no_statement_removes_a_fence_counter() {
     check(fences_stay);
-    // Absent until the set-up exists; checked from then on.
+    // Absent until the setup exists; checked from then on.
     let schema = fs::read_to_string(top().join("schema.sql")).unwrap_or_default();
     let statements = schema.lines().map(|line| line.split("--").next().unwrap_or_default());
     let schema = statements.collect::<Vec<_>>().join("\n");

@@ -116,7 +116,7 @@ fn waiters_take_turns_and_each_permit_that_is_let_go_serves_one() {
         }
         drop(held);
     });
-    assert_eq!(order.into_inner().unwrap().len(), 6, "nobody waits for ever");
+    assert_eq!(order.into_inner().unwrap().len(), 6, "nobody waits forever");
     assert_eq!(reports.in_use().unwrap(), 0);
 }
 

@@ -230,7 +230,7 @@ fn a_grant_that_comes_late_is_extended_before_it_is_handed_out() {
         if matches!(answer, Script::No) {
             backend.remove("k");
         }
-        eventually("it is let go", || backend.is_free("k"));
+        eventually("it is released", || backend.is_free("k"));
     }
 }
 

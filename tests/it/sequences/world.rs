@@ -237,7 +237,7 @@ impl<'a> World<'a> {
         self.model.shift_server_clock(twice);
         // How many are deleted says nothing: rows of other histories are among them.
         let cleaned = self.client.operator().cleanup_expired(10_000);
-        same("clean-up", &Ok(()), &cleaned.map(drop).map_err(|error| code(&error)))
+        same("cleanup", &Ok(()), &cleaned.map(drop).map_err(|error| code(&error)))
     }
 
     /// The server chooses the id; the model is told which.

@@ -53,7 +53,7 @@ fn a_connection_comes_back_with_the_settings_and_the_state_it_had() {
         LockBackend::release(&client, &grant.lock_id, &token(two)).unwrap();
         assert_eq!(state(&pool), before, "after release");
         assert!(client.operator().cleanup_expired(1).is_ok());
-        assert_eq!(state(&pool), before, "after clean-up");
+        assert_eq!(state(&pool), before, "after cleanup");
     }
 }
 

@@ -40,7 +40,7 @@ impl Step<'_> {
             RowWrite::No => {}
             RowWrite::Put if granted => {
                 let live = !self.state.jumped && before.row.live_now();
-                self.refuse(live, "3: a take-over replaces a live lease");
+                self.refuse(live, "3: a takeover replaces a live lease");
                 let row = Row { unheard: tx.ear == Ear::Nobody, ..tx.new_row };
                 self.state.db.row = row;
             }
