@@ -80,8 +80,9 @@ fn a_leader_that_is_killed_is_followed_after_its_ttl_and_a_second_and_not_before
                 Break((term.number().get(), client.leader(KEY).unwrap().expect("we lead").since_ms))
             })
         });
-        leader.kill();
+        // Read while it lives, so that it is its own lease's; a later renewal only ends later.
         let end = expiry(&mut observer, KEY);
+        leader.kill();
         let (term, since_ms) = follower.join().unwrap().unwrap();
         assert_eq!(term, 2);
         assert!(since_ms >= end + 1000, "it led {} ms after the old lease's end", since_ms - end);
