@@ -377,7 +377,12 @@ fn what_the_program_has_to_mend_is_returned_at_once() {
     for code in [ErrorCode::AuthFailed, ErrorCode::InvalidArgument, ErrorCode::Internal] {
         let (memory, client) = manual();
         memory.fail_every(Call::Acquire, code);
-        let error = client.elect::<()>(KEY, &options(), |_| panic!("nobody can lead")).unwrap_err();
+        // On a thread of its own: a campaign that goes on would never return.
+        let campaign = thread::spawn(move || {
+            client.elect::<()>(KEY, &options(), |_| panic!("nobody can lead")).unwrap_err()
+        });
+        wait_until(LIMIT, "the campaign ends", || campaign.is_finished());
+        let error = campaign.join().unwrap();
         assert_eq!((error.code(), error.key(), memory.calls(Call::Acquire)), (code, Some(KEY), 1));
     }
 }
