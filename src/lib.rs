@@ -16,6 +16,7 @@
 //! | --- | --- |
 //! | [`PgLockClient`] | the client: one per program, cheap to clone; [`PgLockClientBuilder`] has its settings |
 //! | [`LockGuard`] | a held lock: renewed while it lives, released when it is dropped |
+//! | [`MultiGuard`] | several held locks, taken together by [`lock_all`](PgLockClient::lock_all) |
 //! | [`LockOptions`] | how long to wait, how long to hold, when to give up |
 //! | [`LockError`], [`ErrorCode`] | what failed, and what to do |
 //! | [`Fence`] | the fencing token of a grant |
@@ -55,6 +56,11 @@
 //! often, and when to give up ([`CancelToken`]). Threads of one client queue first come, first served
 //! and only the first of them asks the server; between processes there is no such order. Locks
 //! are not re-entrant.
+//!
+//! # Several keys
+//!
+//! [`lock_all`](PgLockClient::lock_all) takes up to 64 keys together, all or none, and holds nothing while it
+//! waits: no order of asking can deadlock.
 //!
 //! # Losing a lock
 //!
@@ -194,8 +200,8 @@ pub use client::{PgLockClient, PgLockClientBuilder};
 
 pub use lock::{
     Backoff, ClientSettings, CloseReport, DEFAULT_MAX_RETRIES, DEFAULT_RETRY_DELAY, DEFAULT_TIMEOUT,
-    DEFAULT_TTL, Heartbeat, Jitter, Leader, LockClient, LockGuard, LockOptions, ReleaseErrorContext,
-    ReleaseSource, Semaphore, Term,
+    DEFAULT_TTL, Heartbeat, Jitter, Leader, LockClient, LockGuard, LockOptions, MultiGuard,
+    ReleaseErrorContext, ReleaseSource, Semaphore, Term,
 };
 
 pub use cancel::CancelToken;
@@ -244,6 +250,7 @@ safe_to_unwind!(
     PgLockClientBuilder,
     LockClient,
     LockGuard,
+    MultiGuard,
     Term,
     LockOptions,
     ClientSettings,
@@ -269,6 +276,8 @@ mod documents {
     struct Errors;
     #[doc = include_str!("../docs/election.md")]
     struct Election;
+    #[doc = include_str!("../docs/several-keys.md")]
+    struct SeveralKeys;
     #[doc = include_str!("../docs/operations.md")]
     struct Operations;
     #[doc = include_str!("../docs/semaphores.md")]

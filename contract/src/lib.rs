@@ -61,6 +61,7 @@ mod permits;
 mod racing;
 mod reading;
 mod renewals;
+mod several;
 mod times;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -92,6 +93,12 @@ pub trait Harness: Send + Sync {
 
     /// Sets the key's fence counter, which may not exist yet. Values fit `i64`.
     fn set_counter(&self, key: &str, value: u64);
+
+    /// Whether the backend can take several keys at once. One that cannot has to refuse with
+    /// `InvalidArgument`, which is all that is asked of it.
+    fn takes_several_keys(&self) -> bool {
+        false
+    }
 
     /// The same kind of store with stored keys of at most so many bytes, so that long keys are
     /// stored under their digest. `None` skips the case that needs it.
@@ -227,6 +234,16 @@ cases! { $
     reading::expired_missing_and_released_leases_look_the_same,
     reading::raw_lookup_shows_the_normal_key_and_the_id,
     reading::the_helpers_agree_with_lookup,
+    several::several_keys_are_granted_together_and_each_has_a_lease_of_its_own,
+    several::one_held_key_refuses_the_whole_set_and_is_named,
+    several::dead_leases_do_not_stand_in_the_way_of_a_set,
+    several::the_same_set_again_answers_with_its_first_grants,
+    several::a_part_of_a_set_is_not_the_set_and_is_released,
+    several::a_counter_at_its_limit_refuses_the_whole_set,
+    several::several_leases_are_released_at_once_and_each_has_its_own_outcome,
+    several::what_is_no_set_of_keys_is_refused_and_changes_nothing,
+    several::a_set_ends_with_its_token_and_its_deadline_without_effect,
+    several::sets_that_overlap_are_granted_one_after_the_other,
     cancelling::a_fired_token_aborts_each_operation_without_effect,
     cancelling::a_token_that_has_not_fired_changes_nothing,
     cancelling::the_release_of_guards_is_not_cancelled,

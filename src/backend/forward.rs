@@ -3,8 +3,9 @@
 use std::time::Duration;
 
 use crate::backend::{
-    AcquireResult, Attempt, Capabilities, ExtendOutcome, Grant, Holder, LockBackend, LockInfo, LockInfoRaw,
-    Lookup, OnHeard, PermitAttempt, PermitGrant, ReleaseOutcome, RenewOutcome, Renewal, Watch,
+    AcquireResult, Attempt, AttemptAll, Capabilities, ExtendOutcome, Grant, GrantAll, Holder, LockBackend,
+    LockInfo, LockInfoRaw, Lookup, OnHeard, PermitAttempt, PermitGrant, ReleaseOutcome, RenewOutcome,
+    Renewal, Watch,
 };
 use crate::cancel::CancelToken;
 use crate::error::Result;
@@ -38,6 +39,9 @@ macro_rules! forward {
             fn grant(&self, attempt: &Attempt<'_>, cancel: &CancelToken) -> Result<Option<Grant>> {
                 (**self).grant(attempt, cancel)
             }
+            fn grant_all(&self, attempt: &AttemptAll<'_>, cancel: &CancelToken) -> Result<GrantAll> {
+                (**self).grant_all(attempt, cancel)
+            }
             fn holder(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<Option<Holder>> {
                 (**self).holder(key, deadline, cancel)
             }
@@ -46,6 +50,9 @@ macro_rules! forward {
             }
             fn release_by(&self, lock_id: &str, deadline: Moment) -> Result<ReleaseOutcome> {
                 (**self).release_by(lock_id, deadline)
+            }
+            fn release_all(&self, lock_ids: &[&str], deadline: Moment) -> Result<Vec<ReleaseOutcome>> {
+                (**self).release_all(lock_ids, deadline)
             }
             fn prolong(&self, lease: &Renewal<'_>, deadline: Moment) -> Result<RenewOutcome> {
                 (**self).prolong(lease, deadline)
@@ -73,6 +80,9 @@ macro_rules! forward {
             }
             fn fence_statement(&self, key: &str, fence: Fence, lock_id: Option<&str>) -> Result<String> {
                 (**self).fence_statement(key, fence, lock_id)
+            }
+            fn fence_statement_all(&self, leases: &[(&str, Fence, &str)]) -> Result<String> {
+                (**self).fence_statement_all(leases)
             }
             fn clock(&self) -> Clock {
                 (**self).clock()

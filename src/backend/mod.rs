@@ -22,6 +22,8 @@
 //!    answer a [`Version`], and only a change that names the newest one may shorten a lease. A backend whose
 //!    calls are carried out before they return, or never, needs no versions.
 //! 9. **Cancellation.** A fired token ends a call with `Aborted`, before anything is written or not at all.
+//! 10. **All or none.** Of several keys that are asked for at once all are granted or none, and the
+//!     leases are granted at one moment. A backend may refuse to take several at all.
 //!
 //! # Writing a backend
 //!
@@ -52,6 +54,7 @@ mod forward;
 mod info;
 mod outcome;
 mod permits;
+mod several;
 mod watch;
 
 use std::time::Duration;
@@ -69,7 +72,10 @@ pub use outcome::{
     ReleaseResult, RenewOutcome, Renewal, Version,
 };
 pub use permits::{PermitAttempt, PermitGrant};
+pub use several::{AttemptAll, GrantAll, MAX_KEYS};
 pub use watch::{Heard, OnHeard, Watch};
+
+pub(crate) use several::{check_count, check_set, no_keys};
 
 /// A fresh lock id, for a backend's own [`acquire`](LockBackend::acquire): 128 bits from the operating
 /// system, 22 characters. Without random numbers it is an error (`Internal`), for whoever guesses an id
@@ -97,6 +103,13 @@ fn in_time<B: LockBackend + ?Sized>(backend: &B, deadline: Moment) -> Result<()>
     }
     Err(LockError::new(ErrorCode::NetworkTimeout)
         .with_message("the time for this operation was over before it began"))
+}
+
+/// For the defaults: why no fence can be checked in a transaction.
+fn outside_the_database() -> LockError {
+    LockError::invalid(
+        "this backend keeps its leases outside the database of the transaction: store the fence beside the data instead",
+    )
 }
 
 /// A place where leases are kept. See the [contract](self).
@@ -149,6 +162,16 @@ pub trait LockBackend: Send + Sync {
         Ok(acquired.map(|acquired| Grant { acquired, version: None }))
     }
 
+    /// Several keys at once, all or none: nothing is held when it returns without all of them. Each key's
+    /// lease is an ordinary one, with an id and a fence of its own. Idempotent by the lock ids, as
+    /// [`attempt`](LockBackend::attempt); of an attempt that finds only a part of its leases (the others
+    /// were lost after a first answer that never came) that part is released. The default refuses:
+    /// one key after the other could not be taken without holding some of them meanwhile.
+    fn grant_all(&self, attempt: &AttemptAll<'_>, cancel: &CancelToken) -> Result<GrantAll> {
+        let _ = (attempt, cancel);
+        Err(LockError::invalid("this backend cannot take several keys at once: lock them one by one"))
+    }
+
     /// Who holds a key, for a waiter that looks before it tries again and names the holder when its
     /// time is over; `None` if nobody does. The default knows no more than [`is_locked`](LockBackend::is_locked).
     fn holder(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<Option<Holder>> {
@@ -172,6 +195,13 @@ pub trait LockBackend: Send + Sync {
     fn release_by(&self, lock_id: &str, deadline: Moment) -> Result<ReleaseOutcome> {
         in_time(self, deadline)?;
         self.release(lock_id, &CancelToken::never())
+    }
+
+    /// [`release_by`](LockBackend::release_by) of several leases, whose ids stand in the order of their
+    /// keys. One outcome per lease, in that order; after an error each of them may be released or not.
+    /// The default releases them one by one.
+    fn release_all(&self, lock_ids: &[&str], deadline: Moment) -> Result<Vec<ReleaseOutcome>> {
+        lock_ids.iter().map(|lock_id| self.release_by(lock_id, deadline)).collect()
     }
 
     /// Extends one lease of a guard, at its holder's wish. Waits for its row, and so never answers
@@ -274,9 +304,15 @@ pub trait LockBackend: Send + Sync {
     #[doc(hidden)]
     fn fence_statement(&self, key: &str, fence: Fence, lock_id: Option<&str>) -> Result<String> {
         let _ = (key, fence, lock_id);
-        Err(LockError::invalid(
-            "this backend keeps its leases outside the database of the transaction: store the fence beside the data instead",
-        ))
+        Err(outside_the_database())
+    }
+
+    /// [`fence_statement`](LockBackend::fence_statement) for several `(key, fence, lock id)` at once, in the
+    /// order of their keys.
+    #[doc(hidden)]
+    fn fence_statement_all(&self, leases: &[(&str, Fence, &str)]) -> Result<String> {
+        let _ = leases;
+        Err(outside_the_database())
     }
 
     /// The clock that local deadlines are counted on.

@@ -3,7 +3,7 @@
 use crate::backend::LockBackend;
 use crate::error::Result;
 use crate::leases::fence_error;
-use crate::lock::{LockGuard, Term};
+use crate::lock::{LockGuard, MultiGuard, Term};
 use crate::model::fence::Fence;
 use crate::pg::guard_runtime;
 
@@ -81,6 +81,40 @@ impl Term {
     }
 }
 
+impl MultiGuard {
+    /// Makes the caller's transaction impossible to commit unless all of these leases are live and their fences
+    /// the newest, in one statement: [`LockGuard::fence_transaction`] for several keys, which see.
+    ///
+    /// It locks the counters in the order of the keys. Whoever fences several guards one by one in a
+    /// transaction does so in the order of their keys, too, or two transactions may deadlock (40P01).
+    ///
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// # use syncguard::postgres::{Client, NoTls};
+    /// # let mut connection = Client::connect("postgresql://app@db.example/app", NoTls).unwrap();
+    /// let guard = client.lock_all(&["account:7", "account:9"])?;
+    /// let mut transaction = connection.transaction().unwrap();
+    /// guard.fence_transaction(&mut transaction)?; // first of all
+    /// transaction.execute("UPDATE account SET balance = balance - 5 WHERE id = 7", &[]).unwrap();
+    /// transaction.execute("UPDATE account SET balance = balance + 5 WHERE id = 9", &[]).unwrap();
+    /// transaction.commit().unwrap();
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// `Aborted` when one of the leases is over; the others as there. After any of them the transaction can
+    /// only be rolled back.
+    ///
+    /// # Blocking
+    ///
+    /// As there.
+    pub fn fence_transaction(&self, transaction: &mut postgres::Transaction<'_>) -> Result<()> {
+        self.check_process()?;
+        run_check(transaction, &self.backend().fence_statement_all(&self.grants())?)
+    }
+}
+
 pub(super) fn assert_fence(
     backend: &dyn LockBackend,
     transaction: &mut postgres::Transaction<'_>,
@@ -89,8 +123,9 @@ pub(super) fn assert_fence(
     lock_id: Option<&str>,
 ) -> Result<()> {
     let statement = backend.fence_statement(key, fence, lock_id)?;
-    match guard_runtime(|| transaction.simple_query(&statement))? {
-        Ok(_) => Ok(()),
-        Err(error) => Err(fence_error(error).with_key(key)),
-    }
+    run_check(transaction, &statement).map_err(|error| error.with_key(key))
+}
+
+fn run_check(transaction: &mut postgres::Transaction<'_>, statement: &str) -> Result<()> {
+    guard_runtime(|| transaction.simple_query(statement))?.map(drop).map_err(fence_error)
 }

@@ -20,7 +20,7 @@ use crate::backend::Capabilities;
 use crate::cancel::CancelToken;
 use crate::error::Result;
 use crate::leases::{Operator, PostgresBackend};
-use crate::lock::{CloseReport, LockClient, LockGuard, LockOptions};
+use crate::lock::{CloseReport, LockClient, LockGuard, LockOptions, MultiGuard};
 use crate::model::fence::Fence;
 use crate::model::key::normalize_and_validate_key;
 use crate::telemetry::TelemetryHandle;
@@ -47,7 +47,7 @@ pub use builder::PgLockClientBuilder;
 ///
 /// | calls | at most |
 /// | --- | --- |
-/// | `lock`, `advisory_lock` and their kin | `timeout` of the options, 5 s by default, waiting for a connection and connecting included; forever with `wait_forever` |
+/// | `lock`, `lock_all`, `advisory_lock` and their kin | `timeout` of the options, 5 s by default, waiting for a connection and connecting included; forever with `wait_forever` |
 /// | `with_lock` | that, the time of its closure, and `drop_timeout` |
 /// | `elect` | no limit: see there |
 /// | `connect`, `setup_schema` | 6 × `operation_timeout`: others may be creating the same tables |
@@ -188,6 +188,69 @@ impl PgLockClient {
     /// ```
     pub fn try_lock_with(&self, key: &str, options: &LockOptions) -> Result<Option<LockGuard>> {
         self.locks.try_lock_with(key, options)
+    }
+
+    /// Waits for several locks at once, all or none, with default options: at most 5 s, then leases of 30 s that
+    /// are renewed until the guard is dropped. See [`LockClient::lock_all_with`].
+    ///
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// let guard = client.lock_all(&["account:7", "account:9"])?;
+    /// println!("nobody else moves money between {:?}", guard.keys());
+    /// guard.release()?;
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    pub fn lock_all<K: AsRef<str>>(&self, keys: &[K]) -> Result<MultiGuard> {
+        self.locks.lock_all(keys)
+    }
+
+    /// Waits until 1 to 64 keys can be taken at one moment, and takes them in one round trip. Nothing is held
+    /// while it waits. See [`LockClient::lock_all_with`], also for errors and what may remain held.
+    ///
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// # use std::time::Duration;
+    /// use syncguard::LockOptions;
+    ///
+    /// let patient = LockOptions::new().timeout(Duration::from_secs(60));
+    /// let guard = client.lock_all_with(&["account:7", "account:9"], &patient)?;
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    pub fn lock_all_with<K: AsRef<str>>(&self, keys: &[K], options: &LockOptions) -> Result<MultiGuard> {
+        self.locks.lock_all_with(keys, options)
+    }
+
+    /// Tries once to take several locks, with default options. `None`, and nothing is held, if another process
+    /// or thread holds one of the keys.
+    ///
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// if let Some(guard) = client.try_lock_all(&["account:7", "account:9"])? {
+    ///     assert!(guard.is_held());
+    /// }
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    pub fn try_lock_all<K: AsRef<str>>(&self, keys: &[K]) -> Result<Option<MultiGuard>> {
+        self.locks.try_lock_all(keys)
+    }
+
+    /// Tries once to take several locks. See [`LockClient::try_lock_all_with`].
+    ///
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// # use std::time::Duration;
+    /// use syncguard::LockOptions;
+    ///
+    /// let short = LockOptions::new().ttl(Duration::from_secs(10));
+    /// let guard = client.try_lock_all_with(&["account:7", "account:9"], &short)?;
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    pub fn try_lock_all_with<K: AsRef<str>>(
+        &self,
+        keys: &[K],
+        options: &LockOptions,
+    ) -> Result<Option<MultiGuard>> {
+        self.locks.try_lock_all_with(keys, options)
     }
 
     /// Runs `work` under the lock; its value reaches the caller whatever the release does. See

@@ -3,8 +3,9 @@
 use std::time::Duration;
 
 use crate::backend::{
-    AcquireResult, Attempt, Capabilities, ExtendOutcome, Grant, Holder, LockBackend, LockInfo, LockInfoRaw,
-    Lookup, OnHeard, PermitAttempt, PermitGrant, ReleaseOutcome, RenewOutcome, Renewal, Watch,
+    AcquireResult, Attempt, AttemptAll, Capabilities, ExtendOutcome, Grant, GrantAll, Holder, LockBackend,
+    LockInfo, LockInfoRaw, Lookup, OnHeard, PermitAttempt, PermitGrant, ReleaseOutcome, RenewOutcome,
+    Renewal, Watch,
 };
 use crate::cancel::CancelToken;
 use crate::client::PgLockClient;
@@ -39,6 +40,9 @@ impl LockBackend for PgLockClient {
     fn grant(&self, attempt: &Attempt<'_>, cancel: &CancelToken) -> Result<Option<Grant>> {
         self.locks.backend().grant(attempt, cancel)
     }
+    fn grant_all(&self, attempt: &AttemptAll<'_>, cancel: &CancelToken) -> Result<GrantAll> {
+        self.locks.backend().grant_all(attempt, cancel)
+    }
     fn holder(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<Option<Holder>> {
         self.locks.backend().holder(key, deadline, cancel)
     }
@@ -47,6 +51,9 @@ impl LockBackend for PgLockClient {
     }
     fn release_by(&self, lock_id: &str, deadline: Moment) -> Result<ReleaseOutcome> {
         self.locks.backend().release_by(lock_id, deadline)
+    }
+    fn release_all(&self, lock_ids: &[&str], deadline: Moment) -> Result<Vec<ReleaseOutcome>> {
+        self.locks.backend().release_all(lock_ids, deadline)
     }
     fn prolong(&self, lease: &Renewal<'_>, deadline: Moment) -> Result<RenewOutcome> {
         self.locks.backend().prolong(lease, deadline)
@@ -80,6 +87,9 @@ impl LockBackend for PgLockClient {
     }
     fn fence_statement(&self, key: &str, fence: Fence, lock_id: Option<&str>) -> Result<String> {
         self.locks.backend().fence_statement(key, fence, lock_id)
+    }
+    fn fence_statement_all(&self, leases: &[(&str, Fence, &str)]) -> Result<String> {
+        self.locks.backend().fence_statement_all(leases)
     }
     fn clock(&self) -> Clock {
         self.locks.backend().clock()

@@ -46,7 +46,7 @@ pub(crate) struct Acquire<'a> {
 }
 
 /// The last column of `acquire_absent` is this in a grant; for a row that exists it is the server's clock.
-const GRANTED: i64 = 1;
+pub(super) const GRANTED: i64 = 1;
 
 /// What one round of the protocol found.
 #[derive(Debug, PartialEq, Eq)]
@@ -345,11 +345,13 @@ pub(super) fn outcome_unknown(
 /// The grant in a statement's answer `(expiry, fence, version, …)`.
 pub(super) fn granted(row: &Row) -> Result<Option<Round>> {
     let (Some(expires_at_ms), Some(fence)) = (int(row, 0)?, text(row, 1)?) else { return Ok(None) };
-    let fence: Fence = fence.parse().map_err(|error| malformed().with_source(error))?;
-    if fence.get() > FENCE_MAX {
-        return Err(fence_exhausted());
-    }
-    Ok(Some(Round::Granted { expires_at_ms, fence, version: version(row, 2)? }))
+    Ok(Some(Round::Granted { expires_at_ms, fence: fence_of(fence)?, version: version(row, 2)? }))
+}
+
+/// The fence of a grant, as its row has it.
+pub(super) fn fence_of(text: &str) -> Result<Fence> {
+    let fence: Fence = text.parse().map_err(|error| malformed().with_source(error))?;
+    if fence.get() > FENCE_MAX { Err(fence_exhausted()) } else { Ok(fence) }
 }
 
 /// Why a counter was not raised: it is at its limit, or something swallows the change.
@@ -366,7 +368,7 @@ pub(crate) fn explain_unraised_counter(
 }
 
 /// Whether the counter is there and may not be raised. One that was set to NULL by hand is.
-fn counter_is_exhausted(
+pub(super) fn counter_is_exhausted(
     session: &mut Session<'_>,
     at: &ResolvedTables,
     fence_key: &str,
@@ -388,7 +390,7 @@ fn may_be_raised(counter: i64) -> bool {
 }
 
 /// The refusal of a counter that may not be raised any more.
-fn fence_exhausted() -> LockError {
+pub(super) fn fence_exhausted() -> LockError {
     Fence::following(FENCE_MAX).err().unwrap_or_else(malformed)
 }
 

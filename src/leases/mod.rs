@@ -8,6 +8,7 @@
 //! | `fragments`, `sql`, `held` | what statements are made of; every SQL text of the protocol; those on a lease that stands |
 //! | `acquire`, `release`, `extend`, `read` | one file per operation |
 //! | `permits`, `permit_sql` | any of a semaphore's leases, and the SQL for it |
+//! | `several`, `several_sql` | several keys at once, and their statements |
 //! | `refusals` | what a statement says by failing |
 //! | `operator`, `cleanup` | what operators see and may do; deleting rows that are long over |
 //! | `notify`, `listener`, `wake_ups` | how a release reaches waiters in other processes |
@@ -30,6 +31,8 @@ mod refusals;
 mod release;
 mod schema;
 mod setup;
+mod several;
+mod several_sql;
 mod sql;
 mod wake_ups;
 

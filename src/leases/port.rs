@@ -3,15 +3,17 @@
 use std::time::Duration;
 
 use crate::backend::{
-    AcquireResult, Attempt, Capabilities, ExtendOutcome, Grant, Holder, LockBackend, LockInfo, LockInfoRaw,
-    Lookup, OnHeard, PermitAttempt, PermitGrant, ReleaseOutcome, RenewOutcome, Renewal, TimeAuthority, Watch,
+    AcquireResult, Attempt, AttemptAll, Capabilities, ExtendOutcome, Grant, GrantAll, Holder, LockBackend,
+    LockInfo, LockInfoRaw, Lookup, OnHeard, PermitAttempt, PermitGrant, ReleaseOutcome, RenewOutcome,
+    Renewal, TimeAuthority, Watch,
 };
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::leases::acquire::Acquire;
 use crate::leases::backend::PostgresBackend;
 use crate::leases::permits::{self, AcquirePermit};
-use crate::leases::{extend, read, release, sql};
+use crate::leases::several::AcquireAll;
+use crate::leases::{extend, read, release, several, sql};
 use crate::model::fence::Fence;
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES, validate_limit};
 use crate::model::lock_id::LockId;
@@ -56,6 +58,10 @@ impl LockBackend for PostgresBackend {
         Acquire::new(&key, &lock_id, ttl)?.run(self, self.database.end_by(attempt.deadline), cancel)
     }
 
+    fn grant_all(&self, attempt: &AttemptAll<'_>, cancel: &CancelToken) -> Result<GrantAll> {
+        AcquireAll::new(attempt)?.run(self, self.database.end_by(attempt.deadline), cancel)
+    }
+
     fn holder(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<Option<Holder>> {
         read::holder(self, &Key::new(key)?, self.database.end_by(deadline), cancel)
     }
@@ -74,6 +80,10 @@ impl LockBackend for PostgresBackend {
             self.database.end_by(deadline),
             &CancelToken::never(),
         )
+    }
+
+    fn release_all(&self, lock_ids: &[&str], deadline: Moment) -> Result<Vec<ReleaseOutcome>> {
+        several::release_all(self, lock_ids, self.database.end_by(deadline))
     }
 
     fn prolong(&self, lease: &Renewal<'_>, deadline: Moment) -> Result<RenewOutcome> {
@@ -137,6 +147,10 @@ impl LockBackend for PostgresBackend {
         let at = self.find_tables(self.database.end(), &CancelToken::never())?;
         let lock_id = lock_id.map(LockId::parse).transpose()?;
         sql::fenced(&at.tables, &storage_key, &fence_key, fence, lock_id.as_ref())
+    }
+
+    fn fence_statement_all(&self, leases: &[(&str, Fence, &str)]) -> Result<String> {
+        several::fence_statement(self, leases, self.database.end())
     }
 
     fn operation_timeout(&self) -> Duration {

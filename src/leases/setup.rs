@@ -7,6 +7,7 @@ use crate::error::{LockError, Result};
 use crate::leases::collation;
 use crate::leases::permit_sql::PermitStatements;
 use crate::leases::schema::{Survey, TableNames, Tables};
+use crate::leases::several_sql::SetStatements;
 use crate::leases::sql::Statements;
 use crate::pg::answers::{required, text};
 use crate::pg::{Database, Failure, Message, Session};
@@ -16,6 +17,7 @@ pub(super) struct ResolvedTables {
     pub(super) tables: Tables,
     pub(super) statements: Statements,
     pub(super) permits: PermitStatements,
+    pub(super) set_statements: SetStatements,
     /// Whether releases notify waiters.
     pub(super) notifies: bool,
 }
@@ -93,7 +95,8 @@ pub(super) fn resolve(
     let notifies = wake_ups && survey.may_notify;
     let statements = Statements::new(&tables, notifies);
     let permits = PermitStatements::new(&tables);
-    Ok(ResolvedTables { tables, statements, permits, notifies })
+    let set_statements = SetStatements::new(&tables, notifies);
+    Ok(ResolvedTables { tables, statements, permits, set_statements, notifies })
 }
 
 /// Says in the log what a person should know about the tables.

@@ -279,16 +279,20 @@ fn insert(tables: &Tables, (fence, now): (&str, &str), source: &str, conflict: &
     )
 }
 
-/// Raises the counter and writes the row, from the rows of `ok(now)`.
-fn write(tables: &Tables) -> String {
+/// What is done about a row that is there: it is replaced, but not while it lives.
+pub(super) fn upsert() -> String {
     // In DO UPDATE the clock of this statement is in EXCLUDED.acquired_at_ms.
     let alive = live("l.expires_at_ms", "EXCLUDED.acquired_at_ms");
-    let upsert = format!(
+    format!(
         "UPDATE SET lock_id = EXCLUDED.lock_id, expires_at_ms = EXCLUDED.expires_at_ms, \
            acquired_at_ms = EXCLUDED.acquired_at_ms, fence = EXCLUDED.fence, user_key = EXCLUDED.user_key \
          WHERE NOT {alive}"
-    );
-    format!("{}, {}", raise(tables, "FROM ok"), insert(tables, ("f.fence", "ok.now"), "f, ok", &upsert))
+    )
+}
+
+/// Raises the counter and writes the row, from the rows of `ok(now)`.
+fn write(tables: &Tables) -> String {
+    format!("{}, {}", raise(tables, "FROM ok"), insert(tables, ("f.fence", "ok.now"), "f, ok", &upsert()))
 }
 
 /// Fails the message if the counter was raised and the row does not carry our lock id, `$4`: it was not

@@ -6,14 +6,17 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::backend::{Attempt, Grant, LockBackend, LostReason, PermitAttempt, RenewOutcome, Renewal};
+use crate::backend::{
+    Attempt, AttemptAll, Grant, GrantAll, Holder, LockBackend, LostReason, PermitAttempt, RenewOutcome,
+    Renewal,
+};
 use crate::cancel::CancelToken;
-use crate::error::Result;
+use crate::error::{ErrorCode, LockError, Result};
 use crate::lock::backend_call::change;
 use crate::lock::background;
 use crate::lock::engine::{Engine, Handle};
-use crate::lock::guard::LockGuard;
 use crate::lock::lease::{Lease, Terms};
+use crate::lock::lease_set::LeaseSet;
 use crate::lock::options::{Heartbeat, ResolvedOptions};
 use crate::lock::registry::GuardState;
 use crate::model::key::Key;
@@ -29,6 +32,8 @@ pub(super) struct LockCall {
     pub(super) key: Arc<str>,
     /// How many permits the semaphore has, if one of them is asked for.
     pub(super) permits: Option<u32>,
+    /// Where several keys are asked for at once: those after the first, by their bytes.
+    pub(super) other_keys: Vec<Arc<str>>,
     pub(super) options: ResolvedOptions,
     /// Fires with the client's token and with that of the options.
     pub(super) token: CancelToken,
@@ -36,11 +41,26 @@ pub(super) struct LockCall {
 
 /// What one attempt came to.
 pub(super) enum AttemptResult {
-    Granted(LockGuard),
-    /// Another holder has the key.
-    Taken,
+    Granted(Leases),
+    /// Another holder has a key: which of those that were asked for, and who, as far as it is known.
+    Taken {
+        index: usize,
+        holder: Option<Holder>,
+    },
     /// Granted, but so late that the lease could not be trusted; it was released.
     TooLate,
+}
+
+/// What one attempt was granted: a lease for each key that it asked for.
+pub(super) struct Leases {
+    pub(super) first: Arc<GuardState>,
+    pub(super) others: Vec<Arc<GuardState>>,
+}
+
+impl Leases {
+    pub(super) fn iter(&self) -> impl Iterator<Item = &Arc<GuardState>> {
+        std::iter::once(&self.first).chain(&self.others)
+    }
 }
 
 impl LockCall {
@@ -56,16 +76,21 @@ impl LockCall {
         })
     }
 
+    /// The keys that it asks for, in order.
+    pub(super) fn keys(&self) -> impl Iterator<Item = &Arc<str>> {
+        std::iter::once(&self.key).chain(&self.other_keys)
+    }
+
     /// One attempt. It does not queue and may overtake this process's waiters, as `try_lock` of a mutex
     /// does: its `None` always means that the server said so, and one attempt cannot starve a queue.
-    pub(super) fn try_lock(&self) -> Result<Option<LockGuard>> {
+    pub(super) fn try_lock(&self) -> Result<Option<Leases>> {
         self.token.check()?;
         let _entered = self.engine().enter()?;
         let end = self.engine().call_deadline(Moment::NEVER);
         self.prepare(end)?;
         match self.attempt(end)? {
-            AttemptResult::Granted(guard) => Ok(Some(guard)),
-            AttemptResult::Taken | AttemptResult::TooLate => Ok(None),
+            AttemptResult::Granted(leases) => Ok(Some(leases)),
+            AttemptResult::Taken { .. } | AttemptResult::TooLate => Ok(None),
         }
     }
 
@@ -81,22 +106,80 @@ impl LockCall {
 
     /// Asks the server once, by `end` at the latest.
     pub(super) fn attempt(&self, end: Moment) -> Result<AttemptResult> {
-        let Self { handle, key, permits, options, token } = self;
+        if !self.other_keys.is_empty() {
+            return self.attempt_all(end);
+        }
+        let Self { handle, key, permits, options, token, .. } = self;
         let engine = handle.engine();
         let sent = engine.clock.now();
         let answer = match permits {
             None => request(engine, key, options.ttl, end, token)?.map(|grant| (Arc::clone(key), grant)),
             Some(limit) => request_permit(engine, (key, *limit), options.ttl, end, token)?,
         };
-        let Some((key, granted)) = answer else { return Ok(AttemptResult::Taken) };
-        let Some((sent, granted)) = with_time_left(engine, &key, options.ttl, end, sent, granted) else {
+        let Some((key, grant)) = answer else {
+            return Ok(AttemptResult::Taken { index: 0, holder: None });
+        };
+        let Some(granted) = with_time_left(engine, &key, options.ttl, end, sent, grant) else {
             return Ok(AttemptResult::TooLate);
         };
-        let Grant { acquired: granted, version } = granted;
+        let first = self.guard_state(&key, granted, CancelToken::new(), None);
+        self.register(Leases { first, others: Vec::new() })
+    }
+
+    /// The same for several keys. Their leases are one set, so that they are lost together.
+    fn attempt_all(&self, end: Moment) -> Result<AttemptResult> {
+        let engine = self.engine();
+        let sent = engine.clock.now();
+        let keys: Vec<&Arc<str>> = self.keys().collect();
+        let grants = match request_all(engine, &keys, self.options.ttl, end, &self.token)? {
+            Ok(grants) => grants,
+            Err((index, holder)) => return Ok(AttemptResult::Taken { index, holder: Some(holder) }),
+        };
+        let mut granted = Vec::with_capacity(grants.len());
+        let mut late = false;
+        for (key, grant) in keys.into_iter().zip(grants) {
+            // Once one of them cannot be trusted, the others are not asked for again.
+            if late {
+                release_later(engine, key, &grant.acquired.lock_id, self.options.ttl);
+                continue;
+            }
+            match with_time_left(engine, key, self.options.ttl, end, sent, grant) {
+                Some(lease) => granted.push((key, lease)),
+                None => late = true,
+            }
+        }
+        if late {
+            for (key, (_, grant)) in granted {
+                release_later(engine, key, &grant.acquired.lock_id, self.options.ttl);
+            }
+            return Ok(AttemptResult::TooLate);
+        }
+        let (set, lost) = (Arc::new(LeaseSet::new()), CancelToken::new());
+        let states: Vec<_> = granted
+            .into_iter()
+            .map(|(key, lease)| self.guard_state(key, lease, lost.clone(), Some(Arc::clone(&set))))
+            .collect();
+        set.is_of(&states);
+        let mut states = states.into_iter();
+        match states.next() {
+            Some(first) => self.register(Leases { first, others: states.collect() }),
+            None => Ok(AttemptResult::TooLate),
+        }
+    }
+
+    fn guard_state(
+        &self,
+        key: &Arc<str>,
+        (sent, grant): (Moment, Grant),
+        lost: CancelToken,
+        set: Option<Arc<LeaseSet<GuardState>>>,
+    ) -> Arc<GuardState> {
+        let (engine, options) = (self.engine(), &self.options);
+        let Grant { acquired: granted, version } = grant;
         let now = engine.clock.now();
-        let state = Arc::new(GuardState {
+        Arc::new(GuardState {
             id: engine.registry.next_guard(),
-            key,
+            key: Arc::clone(key),
             lock_id: granted.lock_id.into_boxed_str(),
             fence: granted.fence,
             min_hold_end: now.after(options.min_hold),
@@ -108,17 +191,85 @@ impl LockCall {
                 heartbeat: options.heartbeat,
                 hold_until: options.max_hold.map_or(Moment::NEVER, |max| now.after(max)),
             })),
-            lost: CancelToken::new(),
+            lost,
+            set,
             on_lost: options.on_lost.clone(),
             on_release_error: options.on_release_error.clone().or_else(|| engine.on_release_error.clone()),
             taken_by: std::thread::current(),
-        });
-        if !engine.registry.register(&state) {
-            let over_at = now.after(options.ttl).after(TOLERANCE);
-            engine.hand_to_worker(engine.pending_release(&state.key, &state.lock_id, over_at));
+        })
+    }
+
+    /// Takes the leases into the registry. After a close nobody gets them: what was there before it was
+    /// released by it, and the rest is let go here.
+    fn register(&self, leases: Leases) -> Result<AttemptResult> {
+        let engine = self.engine();
+        let mut closed = false;
+        for state in leases.iter() {
+            if !engine.registry.register(state) {
+                closed = true;
+                release_later(engine, &state.key, &state.lock_id, self.options.ttl);
+            }
+        }
+        if closed {
             engine.check_open()?;
         }
-        Ok(AttemptResult::Granted(LockGuard::new(Arc::clone(handle), state)))
+        Ok(AttemptResult::Granted(leases))
+    }
+}
+
+/// Has the worker release a lease that was granted and that nobody gets.
+fn release_later(engine: &Arc<Engine>, key: &str, lock_id: &str, ttl: Duration) {
+    let over_at = engine.clock.now().after(ttl).after(TOLERANCE);
+    engine.hand_to_worker(engine.pending_release(key, lock_id, over_at));
+}
+
+/// Has the worker release what a request of unknown outcome may still take, until that would be over.
+fn release_what_may_arrive(engine: &Arc<Engine>, key: &str, lock_id: &str, may_last: Duration) {
+    let mut pending = engine.pending_release(key, lock_id, engine.clock.now().after(may_last));
+    pending.may_arrive = true;
+    // For a single acquire this is the first time that a thread is needed. Without one the error
+    // still says what may be held, and until when.
+    if background::start(engine).is_ok() {
+        engine.hand_to_worker(pending);
+    }
+}
+
+/// For how long what was asked for may be held: a request that has reached the server may still wait
+/// there, for as long as it may.
+fn may_last(engine: &Engine, ttl: Duration) -> Duration {
+    engine.backend.operation_timeout().saturating_add(ttl).saturating_add(TOLERANCE)
+}
+
+/// One acquire of several keys, all or none. After an unknown outcome the worker releases all of them
+/// until their leases are surely over. Otherwise the place of a key in the way, and who holds it.
+fn request_all(
+    engine: &Arc<Engine>,
+    keys: &[&Arc<str>],
+    ttl: Duration,
+    end: Moment,
+    token: &CancelToken,
+) -> Result<Result<Vec<Grant>, (usize, Holder)>> {
+    let ids = keys.iter().map(|_| LockId::generate()).collect::<Result<Vec<_>>>()?;
+    let leases: Vec<(&str, &str)> = keys.iter().zip(&ids).map(|(key, id)| (&***key, id.as_str())).collect();
+    let attempt = AttemptAll { leases: &leases, ttl, deadline: engine.call_deadline(end) };
+    let may_last = may_last(engine, ttl);
+    let answer = change(may_last, || match engine.backend.grant_all(&attempt, token)? {
+        GrantAll::Granted(grants) if grants.len() != keys.len() => Err(LockError::new(ErrorCode::Internal)
+            .with_message("the backend granted another number of keys than it was asked for")
+            .with_unknown_outcome(may_last)),
+        answer => Ok(answer),
+    });
+    match answer {
+        Ok(GrantAll::Granted(grants)) => Ok(Ok(grants)),
+        Ok(GrantAll::Held { index, holder }) => Ok(Err((index.min(keys.len() - 1), holder))),
+        Err(error) => {
+            if error.is_outcome_unknown() {
+                for (key, lock_id) in leases {
+                    release_what_may_arrive(engine, key, lock_id, may_last);
+                }
+            }
+            Err(error)
+        }
     }
 }
 
@@ -164,22 +315,13 @@ fn under_own_id<T>(
     ask: impl FnOnce(&str) -> Result<T>,
 ) -> Result<T> {
     let lock_id = LockId::generate()?;
-    // A request that has reached the server may still wait there, for as long as it may.
-    let may_last = engine.backend.operation_timeout().saturating_add(ttl).saturating_add(TOLERANCE);
+    let may_last = may_last(engine, ttl);
     change(may_last, || ask(lock_id.as_str())).map_err(|mut error| {
         if error.lock_id().is_none() {
             error = error.with_lock_id(lock_id.as_str());
         }
         if error.is_outcome_unknown() {
-            let id = error.lock_id().unwrap_or(lock_id.as_str());
-            let over_at = engine.clock.now().after(may_last);
-            let mut pending = engine.pending_release(key, id, over_at);
-            pending.may_arrive = true;
-            // For a single acquire this is the first time that a thread is needed. Without one the
-            // error still says what may be held, and until when.
-            if background::start(engine).is_ok() {
-                engine.hand_to_worker(pending);
-            }
+            release_what_may_arrive(engine, key, error.lock_id().unwrap_or(lock_id.as_str()), may_last);
         }
         error
     })
@@ -216,8 +358,7 @@ fn with_time_left(
         Ok(RenewOutcome::Lost(LostReason::Expired | LostReason::RowMissing)) => None,
         // Taken over: perhaps by a late copy of our own request, which nobody else lets go.
         Ok(_) | Err(_) => {
-            let over_at = engine.clock.now().after(ttl).after(TOLERANCE);
-            engine.hand_to_worker(engine.pending_release(key, &granted.acquired.lock_id, over_at));
+            release_later(engine, key, &granted.acquired.lock_id, ttl);
             None
         }
     }

@@ -88,7 +88,7 @@ fn unregister_guards(engine: &Engine) -> usize {
         };
         engine.registry.unregister(&state);
         if let Some(reason) = lost {
-            engine.registry.notify_lost(&state, reason);
+            engine.registry.notify_lost(&state, reason, now);
         }
         if ended {
             let mut pending = PendingRelease::of(&state, ReleaseSource::Worker, over_at, lease_end);

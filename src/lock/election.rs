@@ -248,8 +248,9 @@ impl Candidate {
         loop {
             let begin = self.engine().clock.now();
             let error = match waiter::lock(self.call.clone()) {
-                Ok(guard) => {
+                Ok(leases) => {
                     self.failures = 0;
+                    let guard = LockGuard::new(Arc::clone(&self.call.handle), leases);
                     return Ok(Term { guard: guard.for_helper() });
                 }
                 Err(error) if can_be_waited_out(&error) => error,

@@ -5,20 +5,20 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::backend::{Acquired, ExtendResult, LockBackend, LostReason, ReleaseResult, RenewOutcome};
+use crate::backend::{Acquired, ExtendResult, LockBackend, LostReason, ReleaseResult};
 use crate::cancel::CancelToken;
-use crate::error::{ErrorCode, LockError, Result};
-use crate::lock::backend_call::change;
+use crate::error::Result;
+use crate::lock::attempt::Leases;
 use crate::lock::engine::{Engine, Handle};
-use crate::lock::lease::Outcome;
+use crate::lock::extend::extend;
 use crate::lock::registry::{GuardState, PendingRelease};
-use crate::lock::release::{ReleaseProgress, try_release};
+use crate::lock::release::{ReleaseProgress, end_lease, release_here};
 use crate::lock::report::{ReleaseSource, report};
 use crate::model::fence::Fence;
 use crate::model::hash::hash_key;
 use crate::model::key::permit_of;
-use crate::model::time::{Moment, Ttl};
-use crate::threads::{ignore_panic, in_runtime, run_on_own_thread, thread_locals_gone};
+use crate::model::time::Ttl;
+use crate::threads::{ignore_panic, in_runtime};
 
 /// A held lock. It is renewed while this value lives, and released when it is dropped.
 ///
@@ -49,8 +49,9 @@ pub struct LockGuard {
 }
 
 impl LockGuard {
-    pub(super) fn new(handle: Arc<Handle>, state: Arc<GuardState>) -> Self {
-        Self { state, source: ReleaseSource::Drop, handle }
+    /// The guard of a lease that was asked for alone.
+    pub(super) fn new(handle: Arc<Handle>, leases: Leases) -> Self {
+        Self { state: leases.first, source: ReleaseSource::Drop, handle }
     }
 
     /// Names the end of a closure as what releases.
@@ -238,39 +239,7 @@ impl LockGuard {
     pub fn extend(&self, ttl: Duration) -> Result<ExtendResult> {
         let ttl = Ttl::new(ttl)?.get();
         self.engine().check_process()?;
-        self.tick();
-        let engine = self.engine();
-        let sent = engine.clock.now();
-        let (flight, version) = {
-            let mut lease = self.state.lease.lock();
-            let Some(flight) = lease.begin_extend(sent, ttl) else { return Ok(ExtendResult::NotHeld) };
-            // A shorter ttl may be in force from now on.
-            engine.registry.schedule(&self.state, &lease);
-            (flight, lease.version())
-        };
-        let deadline = engine.call_deadline(Moment::NEVER);
-        let result = change(ttl, || engine.backend.prolong(&self.state.renewal(version, ttl), deadline));
-        let outcome = match &result {
-            Ok(RenewOutcome::Renewed { expires_at_ms, version }) => {
-                Outcome::Confirmed { expires_at_ms: *expires_at_ms, version: *version }
-            }
-            Ok(RenewOutcome::Lost(reason)) => Outcome::Gone(*reason),
-            Ok(RenewOutcome::Busy) => Outcome::Busy,
-            Err(error) if error.is_outcome_unknown() => Outcome::Unknown,
-            Err(_) => Outcome::Refused,
-        };
-        engine.registry.finish(&self.state, flight, engine.clock.now(), outcome);
-        match result {
-            // An answer that came after the deadline came too late: the lease is lost.
-            Ok(RenewOutcome::Renewed { expires_at_ms, .. }) if self.is_held() => {
-                Ok(ExtendResult::Extended { expires_at_ms })
-            }
-            Ok(RenewOutcome::Renewed { .. } | RenewOutcome::Lost(_)) => Ok(ExtendResult::NotHeld),
-            Ok(RenewOutcome::Busy) => Err(LockError::new(ErrorCode::ServiceUnavailable)
-                .with_message("the lease's row was busy and nothing was changed: try again")),
-            Err(error) => Err(error),
-        }
-        .map_err(|error| error.with_key(self.key()).with_lock_id(self.lock_id()))
+        extend(self.engine(), &[&self.state], ttl)
     }
 
     /// Lets the lock go, and says whether it was still held.
@@ -378,30 +347,13 @@ impl LockGuard {
         self.handle.engine()
     }
 
-    /// Notices, ahead of the timer, that the lease is over, so that nobody is told "held" again.
     fn tick(&self) {
-        let lost = {
-            let now = self.engine().clock.now();
-            self.state.lease.lock().tick(now)
-        };
-        if let Some(reason) = lost {
-            self.engine().registry.notify_lost(&self.state, reason);
-        }
+        self.engine().registry.tick(&self.state, self.engine().clock.now());
     }
 
     /// Ends the lease on this side. What is to be released then, unless it was ended before.
     fn finish(&self, source: ReleaseSource) -> Option<PendingRelease> {
-        let engine = self.engine();
-        let now = engine.clock.now();
-        let (first, over_at, lease_end) = {
-            let mut lease = self.state.lease.lock();
-            (lease.end_now(), lease.surely_over(now), lease.end())
-        };
-        if !first {
-            return None;
-        }
-        engine.registry.unregister(&self.state);
-        Some(PendingRelease::of(&self.state, source, over_at, lease_end))
+        end_lease(self.engine(), &self.state, source)
     }
 
     /// What `Drop` does.
@@ -443,24 +395,6 @@ pub(super) fn run_holding<H, T>(held: H, work: impl FnOnce(&H) -> T) -> T {
     let result = catch_unwind(AssertUnwindSafe(|| work(&held)));
     drop(held);
     result.unwrap_or_else(|panic| resume_unwind(panic))
-}
-
-/// Releases a lease on this thread, and signals this process's first waiter. Where thread-locals are
-/// gone another thread does it, and is waited for: the process may be about to end.
-fn release_here(engine: &Engine, pending: &mut PendingRelease, limit: Duration) -> Result<ReleaseProgress> {
-    let result = if thread_locals_gone() {
-        run_on_own_thread(|| try_release(engine, pending, limit)).unwrap_or_else(|| {
-            Err(LockError::new(ErrorCode::Internal).with_message(
-                "no thread could be started to release the lock: it is tried again in the background",
-            ))
-        })
-    } else {
-        try_release(engine, pending, limit)
-    };
-    if !matches!(result, Ok(ReleaseProgress::Kept)) {
-        engine.freed(&pending.context.key);
-    }
-    result
 }
 
 impl Drop for LockGuard {

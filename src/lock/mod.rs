@@ -7,7 +7,9 @@
 //! | `waiter` | the one loop that waits |
 //! | `semaphore` | what permits are asked for with |
 //! | `lease` | the state machine of one lease: pure, with its invariants |
-//! | `guard` | what a holder sees of it |
+//! | `lease_set` | leases that are held and lost together |
+//! | `guard`, `multi_guard` | what a holder of one key, and of several, sees of it |
+//! | `extend` | extending a guard's leases |
 //! | `election` | campaigns for a key, and the terms of its leaders |
 //! | `registry` | the guards, and what the two threads share |
 //! | `engine` | what a client and its guards share |
@@ -23,8 +25,11 @@ mod background;
 mod close;
 mod election;
 mod engine;
+mod extend;
 mod guard;
 mod lease;
+mod lease_set;
+mod multi_guard;
 mod options;
 mod registry;
 mod release;
@@ -38,6 +43,7 @@ mod worker;
 #[cfg(test)]
 mod tests;
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -45,6 +51,7 @@ use std::time::Duration;
 
 use crate::backend::{
     AcquireResult, Capabilities, ExtendResult, LockBackend, LockInfo, LockInfoRaw, Lookup, ReleaseResult,
+    check_count, no_keys,
 };
 use crate::cancel::CancelToken;
 use crate::error::Result;
@@ -55,6 +62,7 @@ use crate::model::time::{Moment, Ttl};
 pub use close::CloseReport;
 pub use election::{Leader, Term};
 pub use guard::LockGuard;
+pub use multi_guard::MultiGuard;
 pub use options::{
     DEFAULT_MAX_RETRIES, DEFAULT_RETRY_DELAY, DEFAULT_TIMEOUT, DEFAULT_TTL, Heartbeat, LockOptions,
 };
@@ -166,7 +174,8 @@ impl LockClient {
     pub fn lock_with(&self, key: &str, options: &LockOptions) -> Result<LockGuard> {
         let call = self.call(key, options)?;
         let key = Arc::clone(&call.key);
-        waiter::lock(call).map_err(|error| error.with_key(&*key))
+        let leases = waiter::lock(call).map_err(|error| error.with_key(&*key))?;
+        Ok(LockGuard::new(Arc::clone(&self.handle), leases))
     }
 
     /// Tries once, with default options. `None` if another holder has the key.
@@ -204,7 +213,99 @@ impl LockClient {
     /// that another session keeps locked for the whole time of the call is an error, not `None`.
     pub fn try_lock_with(&self, key: &str, options: &LockOptions) -> Result<Option<LockGuard>> {
         let call = self.call(key, options)?;
-        call.try_lock().map_err(|error| error.with_key(&*call.key))
+        let leases = call.try_lock().map_err(|error| error.with_key(&*call.key))?;
+        Ok(leases.map(|leases| LockGuard::new(Arc::clone(&self.handle), leases)))
+    }
+
+    /// Waits for several locks at once, with default options: all of them or none.
+    ///
+    /// See [`lock_all_with`](Self::lock_all_with).
+    ///
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// let guard = client.lock_all(&["account:7", "account:9"])?;
+    /// assert!(guard.is_held());
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    pub fn lock_all<K: AsRef<str>>(&self, keys: &[K]) -> Result<MultiGuard> {
+        self.lock_all_with(keys, &LockOptions::new())
+    }
+
+    /// Waits until 1 to 64 keys can be taken at one moment, and takes them together. Duplicates count once.
+    ///
+    /// Nothing is held while waiting, so that callers who name the same keys in different orders cannot
+    /// wait for each other. The price: the keys must all be free at one moment, so that a wide set beside
+    /// busy single keys may wait long. `timeout` and the retry options say how long; a narrower set, or
+    /// one key that stands for all of them and that everybody takes, waits less. In this process it
+    /// queues only for the key that is in its way.
+    ///
+    /// Each key is locked as if by [`lock_with`](Self::lock_with), for every client of the backend, the
+    /// others included that know nothing of sets. The options apply to all keys alike; `on_lost` is called once.
+    ///
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// # use std::time::Duration;
+    /// use syncguard::LockOptions;
+    ///
+    /// let keys: Vec<String> = (1..=8).map(|shelf| format!("shelf:{shelf}")).collect();
+    /// let guard = client.lock_all_with(&keys, &LockOptions::new().timeout(Duration::from_secs(60)))?;
+    /// assert_eq!(guard.keys().len(), 8);
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// Those of [`lock_with`](Self::lock_with). `InvalidArgument`, before any I/O, also for no key and for more
+    /// than 64 different ones, and from a backend that cannot take several. An `AcquisitionTimeout` carries the
+    /// key that was in the way last. After an unknown outcome any of the keys may be held for `ttl` and
+    /// a second; the client's worker goes on releasing all of them until then.
+    ///
+    /// # Blocking
+    ///
+    /// As [`lock_with`](Self::lock_with).
+    pub fn lock_all_with<K: AsRef<str>>(&self, keys: &[K], options: &LockOptions) -> Result<MultiGuard> {
+        let leases = waiter::lock(self.call_all(keys, options)?)?;
+        Ok(MultiGuard::new(Arc::clone(&self.handle), leases))
+    }
+
+    /// Tries once to take several locks, with default options. `None` if another holder has one of the keys.
+    ///
+    /// See [`try_lock_all_with`](Self::try_lock_all_with).
+    ///
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// let _guard = client.lock("b")?;
+    /// assert!(client.try_lock_all(&["a", "b"])?.is_none());
+    /// assert!(!client.is_locked("a")?);
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    pub fn try_lock_all<K: AsRef<str>>(&self, keys: &[K]) -> Result<Option<MultiGuard>> {
+        self.try_lock_all_with(keys, &LockOptions::new())
+    }
+
+    /// Tries once to take several locks. `None`, and nothing is held, if another holder has one of the keys, or
+    /// had it a moment ago. `timeout` and the retry options do not apply.
+    ///
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// # use std::time::Duration;
+    /// use syncguard::LockOptions;
+    ///
+    /// let short = LockOptions::new().ttl(Duration::from_secs(10));
+    /// assert!(client.try_lock_all_with(&["a", "b"], &short)?.is_some());
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// As [`lock_all_with`](Self::lock_all_with), without `AcquisitionTimeout`.
+    pub fn try_lock_all_with<K: AsRef<str>>(
+        &self,
+        keys: &[K],
+        options: &LockOptions,
+    ) -> Result<Option<MultiGuard>> {
+        let leases = self.call_all(keys, options)?.try_lock()?;
+        Ok(leases.map(|leases| MultiGuard::new(Arc::clone(&self.handle), leases)))
     }
 
     /// Runs `work` under the lock, and returns its value whatever the release does: a failed release
@@ -582,7 +683,34 @@ impl LockClient {
         let options = options.resolve()?;
         let key = Arc::from(Key::new(key)?.as_str());
         let token = self.token.and(&options.cancel);
-        Ok(LockCall { handle: Arc::clone(&self.handle), key, permits: None, options, token })
+        Ok(LockCall {
+            handle: Arc::clone(&self.handle),
+            key,
+            permits: None,
+            other_keys: Vec::new(),
+            options,
+            token,
+        })
+    }
+
+    /// The same for several keys: each once, in the order of their bytes.
+    fn call_all<K: AsRef<str>>(&self, keys: &[K], options: &LockOptions) -> Result<LockCall> {
+        let options = options.resolve()?;
+        let mut normal = BTreeSet::new();
+        for key in keys {
+            normal.insert(Arc::<str>::from(Key::new(key.as_ref())?.as_str()));
+        }
+        check_count(normal.len())?;
+        let key = normal.pop_first().ok_or_else(no_keys)?;
+        let token = self.token.and(&options.cancel);
+        Ok(LockCall {
+            handle: Arc::clone(&self.handle),
+            key,
+            permits: None,
+            other_keys: normal.into_iter().collect(),
+            options,
+            token,
+        })
     }
 
     fn check_lookup(what: Lookup<'_>) -> Result<()> {

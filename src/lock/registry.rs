@@ -15,6 +15,7 @@ use crate::backend::{Acquired, LostReason, Renewal, Version};
 use crate::cancel::CancelToken;
 use crate::error::LockError;
 use crate::lock::lease::{Lease, Outcome};
+use crate::lock::lease_set::LeaseSet;
 use crate::lock::options::OnLost;
 use crate::lock::report::{OnReleaseError, ReleaseErrorContext, ReleaseSource};
 use crate::model::fence::Fence;
@@ -34,6 +35,8 @@ pub(super) struct GuardState {
     pub(super) min_hold_end: Moment,
     pub(super) lease: Mutex<Lease>,
     pub(super) lost: CancelToken,
+    /// The leases that it is held and lost with; they share the token.
+    pub(super) set: Option<Arc<LeaseSet<GuardState>>>,
     pub(super) on_lost: Option<OnLost>,
     pub(super) on_release_error: Option<OnReleaseError>,
     /// The thread that took it.
@@ -339,12 +342,46 @@ impl Registry {
             lost
         };
         if let Some(reason) = lost {
-            self.notify_lost(state, reason);
+            self.notify_lost(state, reason, now);
         }
     }
 
-    /// Tells a holder that its lease is lost. The lease is marked as lost, and not locked.
-    pub(super) fn notify_lost(&self, state: &Arc<GuardState>, reason: LostReason) {
+    /// Notices, ahead of the timer, that a lease is over, so that nobody is told "held" again.
+    pub(super) fn tick(&self, state: &Arc<GuardState>, now: Moment) {
+        let lost = state.lease.lock().tick(now);
+        if let Some(reason) = lost {
+            self.notify_lost(state, reason, now);
+        }
+    }
+
+    /// Tells a holder that its lease is lost. The lease is marked as lost, and not locked. Where it is
+    /// one of a set, all of them are lost with it: the holder is told once, and what is left of the set
+    /// is released.
+    pub(super) fn notify_lost(&self, state: &Arc<GuardState>, reason: LostReason, now: Moment) {
+        let Some(set) = &state.set else {
+            self.tell_holder(state, reason);
+            return;
+        };
+        if !set.lose(reason) {
+            return; // Whoever lost the first of them ends this one, too.
+        }
+        self.tell_holder(state, reason);
+        for member in set.members() {
+            let (ended, over_at, lease_end) = {
+                let mut lease = member.lease.lock();
+                let _ = lease.lose(reason);
+                (lease.end_now(), lease.surely_over(now), lease.end())
+            };
+            self.unregister(&member);
+            if ended {
+                let pending = PendingRelease::of(&member, ReleaseSource::Worker, over_at, lease_end);
+                // Without a worker the client has ended, and its leases with it.
+                let _ = self.defer(now, pending);
+            }
+        }
+    }
+
+    fn tell_holder(&self, state: &Arc<GuardState>, reason: LostReason) {
         let deadline = self.deadlines.lock().by_time.remove(state.id);
         let renewal = self.worker_queue.lock().renewals.remove(state.id);
         state.lost.cancel();

@@ -3,18 +3,78 @@
 use std::time::Duration;
 
 use crate::backend::{LockBackend, LostReason, ReleaseOutcome, RenewOutcome, Renewal};
-use crate::error::Result;
+use crate::error::{ErrorCode, LockError, Result};
 use crate::lock::backend_call::change;
 use crate::lock::engine::Engine;
-use crate::lock::registry::PendingRelease;
-use crate::lock::report::ReleaseErrorContext;
+use crate::lock::registry::{GuardState, PendingRelease};
+use crate::lock::report::{ReleaseErrorContext, ReleaseSource};
 use crate::model::time::{Moment, TOLERANCE};
+use crate::threads::{run_on_own_thread, thread_locals_gone};
 
 /// What became of a lease that was to be released.
 pub(super) enum ReleaseProgress {
     Done(ReleaseOutcome),
     /// It is kept until the end of `min_hold`.
     Kept,
+}
+
+/// Ends a lease on this side. What is to be released then, unless it was ended before.
+pub(super) fn end_lease(
+    engine: &Engine,
+    state: &GuardState,
+    source: ReleaseSource,
+) -> Option<PendingRelease> {
+    let now = engine.clock.now();
+    let (first, over_at, lease_end) = {
+        let mut lease = state.lease.lock();
+        (lease.end_now(), lease.surely_over(now), lease.end())
+    };
+    if !first {
+        return None;
+    }
+    engine.registry.unregister(state);
+    Some(PendingRelease::of(state, source, over_at, lease_end))
+}
+
+/// Releases a lease on this thread, and signals this process's first waiter.
+pub(super) fn release_here(
+    engine: &Engine,
+    pending: &mut PendingRelease,
+    limit: Duration,
+) -> Result<ReleaseProgress> {
+    let result = on_usable_thread(|| try_release(engine, pending, limit));
+    if !matches!(result, Ok(ReleaseProgress::Kept)) {
+        engine.freed(&pending.context.key);
+    }
+    result
+}
+
+/// The same for several leases at once, whose `min_hold` is over: in one call of the backend.
+pub(super) fn release_all_here(
+    engine: &Engine,
+    pending: &[PendingRelease],
+    limit: Duration,
+) -> Result<Vec<ReleaseOutcome>> {
+    let ids: Vec<&str> = pending.iter().map(|pending| pending.context.lock_id.as_str()).collect();
+    let deadline = engine.clock.now().after(limit);
+    let result = on_usable_thread(|| change(Duration::MAX, || engine.backend.release_all(&ids, deadline)));
+    for pending in pending {
+        engine.freed(&pending.context.key);
+    }
+    result
+}
+
+/// Where thread-locals are gone another thread does it, and is waited for: the process may be about to
+/// end.
+fn on_usable_thread<T: Send>(work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
+    if !thread_locals_gone() {
+        return work();
+    }
+    run_on_own_thread(work).unwrap_or_else(|| {
+        Err(LockError::new(ErrorCode::Internal).with_message(
+            "no thread could be started to release the lock: it is tried again in the background",
+        ))
+    })
 }
 
 /// Lets a lease go, or makes sure that it lasts to the end of its `min_hold`.

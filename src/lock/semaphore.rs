@@ -108,7 +108,8 @@ impl Semaphore {
     /// [`lock_id`](crate::LockError::lock_id), and the client's worker goes on releasing it until that lease
     /// would be over (`ttl` and a second).
     pub fn acquire_with(&self, options: &LockOptions) -> Result<LockGuard> {
-        waiter::lock(self.call(options)?).map_err(|error| error.with_key(&*self.name))
+        let leases = waiter::lock(self.call(options)?).map_err(|error| error.with_key(&*self.name))?;
+        Ok(LockGuard::new(Arc::clone(&self.handle), leases))
     }
 
     /// Tries once, with default options. `None` if all permits are held.
@@ -144,7 +145,8 @@ impl Semaphore {
     ///
     /// As [`acquire_with`](Self::acquire_with), without `AcquisitionTimeout`.
     pub fn try_acquire_with(&self, options: &LockOptions) -> Result<Option<LockGuard>> {
-        self.call(options)?.try_lock().map_err(|error| error.with_key(&*self.name))
+        let leases = self.call(options)?.try_lock().map_err(|error| error.with_key(&*self.name))?;
+        Ok(leases.map(|leases| LockGuard::new(Arc::clone(&self.handle), leases)))
     }
 
     /// How many permits are held, those beyond a lowered limit included. For display: it may have changed when
@@ -178,7 +180,7 @@ impl Semaphore {
         let options = options.resolve()?;
         let token = self.token.and(&options.cancel);
         let (handle, key) = (Arc::clone(&self.handle), Arc::clone(&self.name));
-        Ok(LockCall { handle, key, permits: Some(self.limit), options, token })
+        Ok(LockCall { handle, key, permits: Some(self.limit), other_keys: Vec::new(), options, token })
     }
 }
 

@@ -42,7 +42,7 @@ pub(super) fn run(registry: &Registry, clock: &Clock) {
                 lost
             };
             if let Some(reason) = lost {
-                registry.notify_lost(&state, reason);
+                registry.notify_lost(&state, reason, now);
             }
             // The guard went away meanwhile: its callbacks are the caller's values, and their drop
             // is user code.

@@ -1,4 +1,4 @@
-//! Waiting for a lock: the one loop.
+//! Waiting for a lock, or for several at once: the one loop.
 //!
 //! 1. Nothing waits past the deadline of the call: not the queue, not a pause, not an attempt.
 //! 2. Only the first of a key's waiters in this process asks the server (see the queue); the time
@@ -10,23 +10,27 @@
 //!    process is noticed within milliseconds. And so does the backend, which watches the key for a
 //!    first waiter that has waited for [`WATCH_AFTER`], if it can: then looks are rarer. Wake-ups are
 //!    latency, never correctness: nothing waits for one.
+//! 5. Whoever wants several keys waits for the one that is in the way, and stands in the queue of that
+//!    one alone: a place at the head of a free key's queue would make others time out. Nothing is held
+//!    meanwhile.
 
 use std::sync::Arc;
+use std::thread::Thread;
 use std::time::Duration;
 
 use crate::backend::{Heard, Holder, LockBackend, Watch};
 use crate::cancel::Subscription;
 use crate::error::{ErrorCode, LockError, Result};
-use crate::lock::attempt::{AttemptResult, LockCall};
+use crate::lock::attempt::{AttemptResult, Leases, LockCall};
 use crate::lock::backend_call::ask;
 use crate::lock::engine::Engine;
-use crate::lock::guard::LockGuard;
+use crate::model::fence::Fence;
 use crate::model::time::Moment;
 use crate::threads::catch_panic;
 use crate::waiting::{FREED, LISTENING, LOOK, QueuePlace};
 
 /// Waits for the lock.
-pub(super) fn lock(call: LockCall) -> Result<LockGuard> {
+pub(super) fn lock(call: LockCall) -> Result<Leases> {
     let start = call.engine().clock.now();
     let end = call.options.timeout.map_or(Moment::NEVER, |timeout| start.after(timeout));
     call.token.check()?;
@@ -36,10 +40,17 @@ pub(super) fn lock(call: LockCall) -> Result<LockGuard> {
     if start < end {
         call.prepare(end)?;
     }
-    let place = call.engine().queue.join(&call.queue_key()?);
+    let several = !call.other_keys.is_empty();
+    let (waits_for, place) = if several {
+        (None, call.engine().queue.join(&Arc::from(own_queue(call.engine()))))
+    } else {
+        (Some(Arc::clone(&call.key)), call.engine().queue.join(&call.queue_key()?))
+    };
     let mut waiter = Waiter {
         call,
+        waits_for,
         place,
+        moved: false,
         registration: None,
         watch: None,
         watch_from: start.after(WATCH_AFTER),
@@ -49,7 +60,18 @@ pub(super) fn lock(call: LockCall) -> Result<LockGuard> {
         conflict: None,
         holder: None,
     };
-    waiter.run()
+    let result = waiter.run();
+    result.map_err(|error| match &waiter.waits_for {
+        // What is unknown is so of all keys.
+        Some(key) if error.key().is_none() && !error.is_outcome_unknown() => error.with_key(&**key),
+        _ => error,
+    })
+}
+
+/// The queue of a waiter for several keys that does not know which one is in its way: nobody else's. No
+/// key has this character, which is not in the normal form of Unicode.
+fn own_queue(engine: &Engine) -> String {
+    format!("\u{2126}{}", engine.registry.next_guard())
 }
 
 /// Looks between two attempts start at this interval,
@@ -65,7 +87,11 @@ const WATCH_AGAIN: Duration = Duration::from_secs(1);
 
 struct Waiter {
     call: LockCall,
+    /// The key that is in the way; unknown to whoever wants several until one has refused it.
+    waits_for: Option<Arc<str>>,
     place: QueuePlace<Arc<str>>,
+    /// It has joined another key's queue since the last look.
+    moved: bool,
     /// Through which the token reaches this waiter; made when it first sleeps.
     registration: Option<Subscription>,
     /// The backend's watch over the key; looked after while this waiter is its key's first.
@@ -87,39 +113,64 @@ impl Waiter {
         self.call.engine()
     }
 
-    fn run(&mut self) -> Result<LockGuard> {
-        let mut look = false;
-        while !self.place.is_first() {
-            // Whoever was before us most likely holds the key now.
-            look = true;
-            self.sleep(Moment::NEVER)?;
-        }
+    fn run(&mut self) -> Result<Leases> {
+        // Whoever was before us most likely holds the key now.
+        let mut look = self.take_turn()?;
         let mut turn = 0;
         loop {
             turn += 1;
-            if let Some(guard) = self.try_once(look)? {
-                return Ok(guard);
+            if let Some(leases) = self.try_once(look)? {
+                return Ok(leases);
             }
             look = true;
             if turn >= self.call.options.max_attempts {
                 return Err(self.timed_out(None));
             }
             let pause_end = self.engine().clock.now().after(self.call.options.delays.before(turn));
-            if let Some(guard) = self.pause(pause_end)? {
-                return Ok(guard);
+            if let Some(leases) = self.pause(pause_end)? {
+                return Ok(leases);
             }
         }
     }
 
+    /// Sleeps until nobody of this process is before us. Whether anybody was.
+    fn take_turn(&mut self) -> Result<bool> {
+        let mut waited = false;
+        while !self.place.is_first() {
+            waited = true;
+            self.sleep(Moment::NEVER)?;
+        }
+        Ok(waited)
+    }
+
+    /// Another key is in the way now: joins its queue instead, and waits for its turn there.
+    fn wait_for_key(&mut self, index: usize) -> Result<()> {
+        let Some(key) = self.call.keys().nth(index).cloned() else { return Ok(()) };
+        if self.waits_for.as_ref() == Some(&key) {
+            return Ok(());
+        }
+        // What tells of the old key must not outlive the place in its queue.
+        (self.watch, self.registration, self.holder) = (None, None, None);
+        self.place = self.engine().queue.join(&key);
+        self.waits_for = Some(key);
+        self.take_turn()?;
+        // It may have been released before we stood in its queue, where a release is heard.
+        self.moved = true;
+        Ok(())
+    }
+
     /// The time between two attempts. A release in this process ends it with an attempt, and so does
     /// a look that finds the key free.
-    fn pause(&mut self, end: Moment) -> Result<Option<LockGuard>> {
+    fn pause(&mut self, end: Moment) -> Result<Option<Leases>> {
         loop {
             let now = self.engine().clock.now();
             if now >= end {
                 return Ok(None);
             }
-            let next_look = if self.call.options.wake_ups {
+            // Without a key to look at there is only the next attempt.
+            let next_look = if std::mem::take(&mut self.moved) {
+                now
+            } else if self.call.options.wake_ups && self.waits_for.is_some() {
                 self.watch_key(now);
                 now.after(self.look_interval(now))
             } else {
@@ -152,6 +203,7 @@ impl Waiter {
         if self.watch.is_some() || now < self.watch_from {
             return;
         }
+        let Some(key) = &self.waits_for else { return };
         self.watch_from = now.after(WATCH_AGAIN);
         let signal = Arc::clone(self.place.signal());
         let heard = move |what| {
@@ -160,33 +212,34 @@ impl Waiter {
                 Heard::Freed => FREED,
             });
         };
-        self.watch = catch_panic(|| self.engine().backend.watch(&self.call.key, Arc::new(heard))).flatten();
+        self.watch = catch_panic(|| self.call.engine().backend.watch(key, Arc::new(heard))).flatten();
     }
 
     /// A look that is no attempt, unless it finds the key free.
-    fn look(&mut self) -> Result<Option<LockGuard>> {
+    fn look(&mut self) -> Result<Option<Leases>> {
         match self.is_held_by_another() {
             Ok(true) => Ok(None),
             Ok(false) => self.try_once(false),
-            Err(error) => self.wait_or_fail(error.with_key(&*self.call.key), true).map(|()| None),
+            Err(error) => self.wait_or_fail(error, true).map(|()| None),
         }
     }
 
     /// One plain read, which remembers whom it saw.
     fn is_held_by_another(&mut self) -> Result<bool> {
+        let Some(key) = &self.waits_for else { return Ok(false) };
         let engine = self.call.engine();
         let deadline = engine.call_deadline(self.end);
         if let Some(limit) = self.call.permits {
             let (name, token) = (&self.call.key, &self.call.token);
             return Ok(ask(|| engine.backend.permits_in_use(name, limit, deadline, token))? >= limit);
         }
-        let found = ask(|| engine.backend.holder(&self.call.key, deadline, &self.call.token))?;
+        let found = ask(|| engine.backend.holder(key, deadline, &self.call.token))?;
         self.holder = found.map(|holder| (holder, engine.clock.now()));
         Ok(found.is_some())
     }
 
     /// One attempt, after a look if asked for.
-    fn try_once(&mut self, look: bool) -> Result<Option<LockGuard>> {
+    fn try_once(&mut self, look: bool) -> Result<Option<Leases>> {
         self.check()?;
         let contended = self.attempts > 0;
         self.attempts += 1;
@@ -196,7 +249,7 @@ impl Waiter {
             || match self.is_held_by_another() {
                 Ok(locked) => !locked,
                 Err(error) => {
-                    return self.wait_or_fail(error.with_key(&*self.call.key), contended).map(|()| None);
+                    return self.wait_or_fail(error, contended).map(|()| None);
                 }
             };
         if !free {
@@ -204,8 +257,14 @@ impl Waiter {
             return Ok(None);
         }
         match self.call.attempt(self.end) {
-            Ok(AttemptResult::Granted(guard)) => return Ok(Some(guard)),
-            Ok(AttemptResult::Taken) => self.conflict = None,
+            Ok(AttemptResult::Granted(leases)) => return Ok(Some(leases)),
+            Ok(AttemptResult::Taken { index, holder }) => {
+                self.conflict = None;
+                self.wait_for_key(index)?;
+                if let Some(holder) = holder {
+                    self.holder = Some((holder, self.engine().clock.now()));
+                }
+            }
             Ok(AttemptResult::TooLate) => self.conflict = Some(too_late()),
             Err(error) => self.wait_or_fail(error, contended)?,
         }
@@ -254,7 +313,7 @@ impl Waiter {
             let here = self.engine().registry.permits_held_here(&self.call.key, now);
             return format!("; the semaphore has {limit} permits, and this client holds {here} of them");
         }
-        if let Some((fence, taken_by)) = self.engine().registry.held_here(&self.call.key, now) {
+        if let Some((fence, taken_by)) = self.held_here(now) {
             let me = std::thread::current();
             return if taken_by.id() == me.id() {
                 format!(
@@ -274,6 +333,11 @@ impl Waiter {
         )
     }
 
+    /// Under which fence this client holds the key that is in the way itself, and the thread that took it.
+    fn held_here(&self, now: Moment) -> Option<(Fence, Thread)> {
+        self.engine().registry.held_here(self.waits_for.as_ref()?, now)
+    }
+
     fn timed_out(&mut self, cause: Option<LockError>) -> LockError {
         let now = self.engine().clock.now();
         let waited = now.since(self.start).as_secs_f64();
@@ -291,7 +355,11 @@ impl Waiter {
             None => "raise timeout, or hold the lock for less time",
             Some(_) => "see this error's source for what was in the way",
         };
-        let what = if self.call.permits.is_some() { "a permit" } else { "the key" };
+        let what = match (self.call.permits, self.call.other_keys.is_empty()) {
+            (Some(_), _) => "a permit",
+            (None, true) => "the key",
+            (None, false) => "the keys, all at once,",
+        };
         let error = LockError::new(ErrorCode::AcquisitionTimeout).with_message(format!(
             "{what} could not be taken within {waited:.3} s, {attempts}: {advice}{}",
             self.who_holds(now)

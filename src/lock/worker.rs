@@ -194,7 +194,7 @@ fn renew_batch(engine: &Engine, due: Vec<Arc<GuardState>>) {
         }
         drop(lease);
         if let Some(reason) = lost {
-            engine.registry.notify_lost(state, reason);
+            engine.registry.notify_lost(state, reason, now);
         }
     }
     if !flights.is_empty() {

@@ -140,8 +140,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::backend::{
-    AcquireResult, Attempt, Capabilities, ExtendOutcome, Grant, Holder, LockBackend, LockInfo, LockInfoRaw,
-    Lookup, PermitAttempt, PermitGrant, ReleaseOutcome, RenewOutcome, Renewal, TimeAuthority,
+    AcquireResult, Attempt, AttemptAll, Capabilities, ExtendOutcome, Grant, GrantAll, Holder, LockBackend,
+    LockInfo, LockInfoRaw, Lookup, PermitAttempt, PermitGrant, ReleaseOutcome, RenewOutcome, Renewal,
+    TimeAuthority, check_set,
 };
 use crate::cancel::CancelToken;
 use crate::error::{LockError, Result};
@@ -151,7 +152,7 @@ use crate::model::time::{Clock, Moment, Ttl};
 
 pub use fault::{Call, Fault, Gate, Loss};
 
-use call::Effect;
+use call::{Effect, Failure};
 use shared::Shared;
 use store::StoredKey;
 
@@ -344,12 +345,43 @@ impl LockBackend for MemoryBackend {
         Ok(answer)
     }
 
+    fn grant_all(&self, attempt: &AttemptAll<'_>, cancel: &CancelToken) -> Result<GrantAll> {
+        check_set(attempt.leases)?;
+        let ttl = Ttl::new(attempt.ttl)?;
+        let mut leases = Vec::with_capacity(attempt.leases.len());
+        for (key, lock_id) in attempt.leases {
+            leases.push((self.stored(key)?, LockId::parse(lock_id)?));
+        }
+        let answer = self
+            .call(Call::Acquire, Effect::Grant(ttl), (attempt.deadline, cancel), |store, now| {
+                store.acquire_all(&leases, ttl, now)
+            })
+            .map_err(Failure::error)??;
+        if let GrantAll::Granted(grants) = &answer {
+            for (grant, (key, _)) in grants.iter().zip(&leases) {
+                grant.acquired.fence.warn_near_limit(key.user.as_str());
+            }
+        }
+        Ok(answer)
+    }
+
     fn holder(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<Option<Holder>> {
         self.look(Call::Holder, key, deadline, cancel)
     }
 
     fn release_by(&self, lock_id: &str, deadline: Moment) -> Result<ReleaseOutcome> {
         self.release_call(lock_id, deadline, &CancelToken::never())
+    }
+
+    fn release_all(&self, lock_ids: &[&str], deadline: Moment) -> Result<Vec<ReleaseOutcome>> {
+        for lock_id in lock_ids {
+            LockId::parse(lock_id)?;
+        }
+        let Some(first) = lock_ids.first() else { return Ok(Vec::new()) };
+        self.call(Call::Release, Effect::Release(first), (deadline, &CancelToken::never()), |store, now| {
+            lock_ids.iter().map(|lock_id| store.release(lock_id, now)).collect()
+        })
+        .map_err(Failure::error)
     }
 
     fn prolong(&self, lease: &Renewal<'_>, deadline: Moment) -> Result<RenewOutcome> {

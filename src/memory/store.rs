@@ -9,8 +9,8 @@
 use std::collections::BTreeMap;
 
 use crate::backend::{
-    Acquired, ExtendOutcome, Grant, LockInfoRaw, LostReason, Reason, ReleaseOutcome, RenewOutcome, Renewal,
-    Version,
+    Acquired, ExtendOutcome, Grant, GrantAll, Holder, LockInfoRaw, LostReason, Reason, ReleaseOutcome,
+    RenewOutcome, Renewal, Version,
 };
 use crate::error::{ErrorCode, LockError, Result};
 use crate::memory::fault::Loss;
@@ -93,11 +93,53 @@ impl Store {
             row.version = next(&mut self.writes);
             return Ok(Some(row.grant()));
         }
+        self.may_grant(key, lock_id)?;
+        self.grant(key, lock_id, ttl, now).map(Some)
+    }
+
+    /// All of the keys, or none.
+    pub(super) fn acquire_all(
+        &mut self,
+        leases: &[(StoredKey, LockId)],
+        ttl: Ttl,
+        now: i64,
+    ) -> Result<GrantAll> {
+        let live = |store: &Self, (key, id): &(StoredKey, LockId)| {
+            let row = store.rows.get(&key.base).filter(|row| row.is_live(now))?;
+            Some((row.lock_id == id.as_str(), Holder::until(Some(row.fence), row.expires_at_ms, now)))
+        };
+        let seen: Vec<_> = leases.iter().map(|lease| live(self, lease)).collect();
+        let mine = seen.iter().flatten().filter(|(own, _)| *own).count();
+        let other = seen.iter().position(|row| row.is_some_and(|(own, _)| !own));
+        // Of the same attempt's leases some were lost since: it has none of them any more.
+        let partly = mine > 0 && mine < leases.len();
+        if partly {
+            for (_, id) in leases {
+                self.release(id.as_str(), now);
+            }
+        }
+        let first_lost = || seen.iter().position(|row| row.is_none_or(|(own, _)| !own)).filter(|_| partly);
+        if let Some(index) = other.or_else(first_lost) {
+            let holder =
+                seen.get(index).copied().flatten().map_or_else(Holder::default, |(_, holder)| holder);
+            return Ok(GrantAll::Held { index, holder });
+        }
+        // Nothing is written before it is certain that all can be.
+        for (key, id) in leases.iter().filter(|_| mine == 0) {
+            self.may_grant(key, id.as_str())?;
+        }
+        let acquire = |(key, id): &(StoredKey, LockId)| self.acquire(key, id.as_str(), ttl, now);
+        let grants = leases.iter().map(acquire).collect::<Result<Option<Vec<_>>>>()?;
+        Ok(GrantAll::Granted(grants.unwrap_or_default()))
+    }
+
+    /// Whether a free key can be granted under this id.
+    fn may_grant(&self, key: &StoredKey, lock_id: &str) -> Result<Fence> {
         if self.ids.get(lock_id).is_some_and(|base| *base != key.base) {
             return Err(LockError::new(ErrorCode::Internal)
                 .with_message("the lock id is in use for another key: choose a fresh one per attempt"));
         }
-        self.grant(key, lock_id, ttl, now).map(Some)
+        Fence::following(self.counter(&key.fence).unwrap_or(0))
     }
 
     /// Gives the key to `lock_id`, whoever has it.

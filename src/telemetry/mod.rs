@@ -9,7 +9,8 @@
 //! | --- | --- |
 //! | `acquire`, `attempt` | one `acquire`; contention is `fail`, reason `locked` |
 //! | `grant_permit` | the same, under the name of the semaphore |
-//! | `release`, `release_by`, `release_permit` | one `release`; `fail` has reason `expired` or `not-found`, if known |
+//! | `grant_all` | one `acquire` per key that was granted, or for the key in the way; an error is reported for each key |
+//! | `release`, `release_by`, `release_permit`, `release_all` | one `release` per lease; `fail` has reason `expired` or `not-found`, if known |
 //! | `extend`, `prolong` | one `extend`, likewise |
 //! | `renew` | one `extend` per lease; a busy row is `fail` without reason |
 //! | `is_locked` | one `isLocked`; *not locked* is `fail` without reason |
@@ -49,9 +50,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::backend::{
-    AcquireResult, Attempt, Capabilities, ExtendOutcome, Grant, Holder, LockBackend, LockInfo, LockInfoRaw,
-    Lookup, LostReason, OnHeard, PermitAttempt, PermitGrant, Reason, ReleaseOutcome, RenewOutcome, Renewal,
-    Watch,
+    AcquireResult, Attempt, AttemptAll, Capabilities, ExtendOutcome, Grant, GrantAll, Holder, LockBackend,
+    LockInfo, LockInfoRaw, Lookup, LostReason, OnHeard, PermitAttempt, PermitGrant, Reason, ReleaseOutcome,
+    RenewOutcome, Renewal, Watch,
 };
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, Result};
@@ -129,10 +130,8 @@ impl<B> Telemetry<B> {
         lock_id: &str,
         call: impl FnOnce(&B) -> Result<ReleaseOutcome>,
     ) -> Result<ReleaseOutcome> {
-        self.report(Operation::Release, Subject::LockId(lock_id), call, |answer| match answer {
-            ReleaseOutcome::Released => (Ending::OK, None),
-            ReleaseOutcome::NotHeld(reason) => (Ending::fail(*reason), None),
-        })
+        let read = |outcome: &ReleaseOutcome| (Ending::of_release(*outcome), None);
+        self.report(Operation::Release, Subject::LockId(lock_id), call, read)
     }
 
     fn lookup_reported<T>(
@@ -190,6 +189,28 @@ impl<B: LockBackend> LockBackend for Telemetry<B> {
         })
     }
 
+    fn grant_all(&self, attempt: &AttemptAll<'_>, cancel: &CancelToken) -> Result<GrantAll> {
+        let start = Instant::now();
+        let answer = self.inner.grant_all(attempt, cancel);
+        let duration = start.elapsed();
+        let event = |(key, lock_id): &(&str, &str), ending: Ending| {
+            let lock_id = (ending.result == EventResult::Ok).then(|| (*lock_id).to_owned());
+            ending.event(Operation::Acquire, duration, Some((*key).to_owned()), lock_id)
+        };
+        let events: Vec<LockEvent> = match &answer {
+            Ok(GrantAll::Granted(_)) => attempt.leases.iter().map(|lease| event(lease, Ending::OK)).collect(),
+            Ok(GrantAll::Held { index, .. }) => {
+                let in_the_way = attempt.leases.get(*index);
+                in_the_way.iter().map(|lease| event(lease, Ending::fail(Some(Reason::Locked)))).collect()
+            }
+            Err(error) => {
+                attempt.leases.iter().map(|lease| event(lease, Ending::error(error.code()))).collect()
+            }
+        };
+        self.sink.offer(events);
+        answer
+    }
+
     fn holder(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<Option<Holder>> {
         self.inner.holder(key, deadline, cancel)
     }
@@ -200,6 +221,25 @@ impl<B: LockBackend> LockBackend for Telemetry<B> {
 
     fn release_by(&self, lock_id: &str, deadline: Moment) -> Result<ReleaseOutcome> {
         self.release_reported(lock_id, |inner| inner.release_by(lock_id, deadline))
+    }
+
+    fn release_all(&self, lock_ids: &[&str], deadline: Moment) -> Result<Vec<ReleaseOutcome>> {
+        let start = Instant::now();
+        let answer = self.inner.release_all(lock_ids, deadline);
+        let duration = start.elapsed();
+        let ending = |place: usize| match &answer {
+            Ok(outcomes) => outcomes.get(place).copied().map_or(Ending::fail(None), Ending::of_release),
+            Err(error) => Ending::error(error.code()),
+        };
+        let events: Vec<LockEvent> = lock_ids
+            .iter()
+            .enumerate()
+            .map(|(place, id)| {
+                ending(place).event(Operation::Release, duration, None, Some((*id).to_owned()))
+            })
+            .collect();
+        self.sink.offer(events);
+        answer
     }
 
     fn prolong(&self, lease: &Renewal<'_>, deadline: Moment) -> Result<RenewOutcome> {
@@ -267,6 +307,10 @@ impl<B: LockBackend> LockBackend for Telemetry<B> {
         self.inner.fence_statement(key, fence, lock_id)
     }
 
+    fn fence_statement_all(&self, leases: &[(&str, Fence, &str)]) -> Result<String> {
+        self.inner.fence_statement_all(leases)
+    }
+
     fn clock(&self) -> Clock {
         self.inner.clock()
     }
@@ -326,6 +370,13 @@ impl Ending {
 
     fn of(positive: bool) -> Self {
         if positive { Self::OK } else { Self::fail(None) }
+    }
+
+    fn of_release(outcome: ReleaseOutcome) -> Self {
+        match outcome {
+            ReleaseOutcome::Released => Self::OK,
+            ReleaseOutcome::NotHeld(reason) => Self::fail(reason),
+        }
     }
 
     fn of_renewal(outcome: &RenewOutcome) -> Self {

@@ -37,6 +37,7 @@
 //! | `security` | Names, rows, paths and configuration that somebody chose who means no good: they are refused, or |
 //! | `sequences` | Random histories of a few clients on a few keys, played on PostgreSQL and on the backend in memory, |
 //! | `server_settings` | The library on servers, roles and pools that are set up in ways it did not choose. |
+//! | `several` | Several keys at once on a real server: all or none in one message, ordinary rows, fenced together. |
 //! | `several_hosts` | Lists of hosts: silent ones, sockets beside TCP, standbys, and names without a name server. |
 //! | `swallowed_changes` | Triggers that swallow a change: a row that was found and not changed is an error that says so, and |
 
@@ -77,5 +78,6 @@ mod schema_setup;
 mod security;
 mod sequences;
 mod server_settings;
+mod several;
 mod several_hosts;
 mod swallowed_changes;

@@ -9,7 +9,7 @@ use std::path::Path;
 
 use syncguard::{
     AcquireResult, Acquired, AdvisoryGuard, AdvisoryKey, AdvisoryOptions, CancelToken, ErrorCode, Fence,
-    LockClient, LockError, LockEvent, LockGuard, LockInfo, LockOptions, MemoryBackend, Operator,
+    LockClient, LockError, LockEvent, LockGuard, LockInfo, LockOptions, MemoryBackend, MultiGuard, Operator,
     PgLockClient, PgLockClientBuilder, Semaphore, TelemetryHandle, TelemetryOptions, Term,
 };
 
@@ -27,6 +27,7 @@ fn what_programs_hold_may_go_to_other_threads_and_through_a_caught_panic() {
     anywhere::<PgLockClientBuilder>();
     anywhere::<LockClient>();
     anywhere::<LockGuard>();
+    anywhere::<MultiGuard>();
     anywhere::<Term>();
     anywhere::<LockOptions>();
     anywhere::<AdvisoryGuard>();
@@ -131,11 +132,13 @@ fn public_fields_are_those_of_answers_that_may_grow() {
 }
 
 /// What only authors of a backend need: in `syncguard::backend`, and nowhere else.
-const FOR_BACKENDS: [&str; 15] = [
+const FOR_BACKENDS: [&str; 17] = [
     "Attempt",
+    "AttemptAll",
     "Clock",
     "ExtendOutcome",
     "Grant",
+    "GrantAll",
     "Heard",
     "Holder",
     "Moment",
@@ -170,7 +173,7 @@ fn what_only_a_backend_needs_is_not_at_the_root() {
 }
 
 /// The types whose methods people type.
-const TYPED: [&str; 14] = [
+const TYPED: [&str; 15] = [
     "AdvisoryGuard",
     "AdvisoryKey",
     "AdvisoryOptions",
@@ -181,6 +184,7 @@ const TYPED: [&str; 14] = [
     "LockGuard",
     "LockOptions",
     "MemoryBackend",
+    "MultiGuard",
     "Operator",
     "PgLockClient",
     "PgLockClientBuilder",

@@ -14,6 +14,7 @@
 //! | `public_contract` | The names and shapes that other programs are written against. It has to compile: what is moved, |
 //! | `requirements` | Every requirement has a proof that exists: requirements.tsv names, for each, the tests that show it |
 //! | `security_fuzz` | What the fuzz targets in `fuzz/` check, on random input: bytes of any kind, and pieces of what the |
+//! | `several` | Several keys at once, over the memory backend: all or none, waited for, renewed and lost together. |
 //! | `specification` | What all SyncGuard clients have in common and no other test says: constants, names, what is not |
 //! | `telemetry` | The decorator: what it reports, and that nothing a callback does reaches an operation. |
 //! | `values` | Values that every SyncGuard client computes alike: vectors/keys.json comes from another |
@@ -30,6 +31,7 @@ mod permits;
 mod public_contract;
 mod requirements;
 mod security_fuzz;
+mod several;
 mod source;
 mod specification;
 mod telemetry;

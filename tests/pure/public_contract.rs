@@ -15,8 +15,9 @@ use syncguard::postgres::{self, Client, Config, NoTls, Transaction};
 use syncguard::{
     AcquireResult, Acquired, AdvisoryGuard, AdvisoryKey, AdvisoryOptions, Backoff, CancelToken, Capabilities,
     CloseReport, ErrorCode, ExtendResult, Fence, Heartbeat, Jitter, Leader, LockBackend, LockError,
-    LockGuard, LockInfo, LockInfoRaw, LockOptions, Lookup, LostReason, MemoryBackend, PgLockClient,
-    PgLockClientBuilder, ReleaseErrorContext, ReleaseResult, Result, Semaphore, TelemetryOptions, Term,
+    LockGuard, LockInfo, LockInfoRaw, LockOptions, Lookup, LostReason, MemoryBackend, MultiGuard,
+    PgLockClient, PgLockClientBuilder, ReleaseErrorContext, ReleaseResult, Result, Semaphore,
+    TelemetryOptions, Term,
 };
 
 type Pool = syncguard::r2d2::Pool<syncguard::r2d2_postgres::PostgresConnectionManager<NoTls>>;
@@ -88,6 +89,22 @@ fn election(client: &PgLockClient, options: &LockOptions, mut sql: Client) -> Re
             Err(_) => ControlFlow::Continue(()),
         }
     })
+}
+
+fn several_keys(client: &PgLockClient, transaction: &mut Transaction<'_>, ttl: Duration) -> Result<()> {
+    let (names, options) = (vec![String::from("a")], LockOptions::new());
+    let _: MultiGuard = client.lock_all(&["a", "b"])?;
+    let _: MultiGuard = client.lock_all_with(&names, &options)?;
+    let _: Option<MultiGuard> = client.try_lock_all(&names)?;
+    let guard: Option<MultiGuard> = client.try_lock_all_with(&["a"], &options)?;
+    let Some(guard) = guard else { return Ok(()) };
+    let _: (Vec<&str>, Option<Fence>) = (guard.keys(), guard.fence("a"));
+    let _: (bool, Duration, &CancelToken) = (guard.is_held(), guard.remaining(), guard.lost());
+    let _: Option<LostReason> = guard.lost_reason();
+    let _: ExtendResult = guard.extend(ttl)?;
+    guard.fence_transaction(transaction)?;
+    let _: ReleaseResult = guard.release()?;
+    Ok(())
 }
 
 fn operations(client: &PgLockClient, ttl: Duration) -> Result<()> {
@@ -205,10 +222,12 @@ fn what_programs_are_written_against_has_the_same_names_and_shapes() {
     a_handle::<CancelToken>();
     a_handle::<Semaphore>();
     anywhere::<LockGuard>();
+    anywhere::<MultiGuard>();
     anywhere::<AdvisoryGuard>();
     anywhere::<LockError>();
     a_number::<Fence>();
-    let _ = (builder, lock_options, locks, election, operations, held, semaphores, session_locks);
+    let _ =
+        (builder, lock_options, locks, several_keys, election, operations, held, semaphores, session_locks);
     let _: fn(&str) -> Result<PgLockClient> = PgLockClient::connect;
     let _: fn(&mut Client) -> std::result::Result<Transaction<'_>, postgres::Error> = Client::transaction;
 
