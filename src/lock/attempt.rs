@@ -200,7 +200,7 @@ impl LockCall {
     }
 
     /// Takes the leases into the registry. After a close nobody gets them: what was there before it was
-    /// released by it, and the rest is let go here.
+    /// released by it, and the rest is released here.
     fn register(&self, leases: Leases) -> Result<AttemptResult> {
         let engine = self.engine();
         let mut closed = false;

@@ -19,7 +19,7 @@ use crate::model::time::Ttl;
 use crate::threads::{ignore_panic, in_runtime};
 
 /// Several held locks, taken together by [`lock_all`](crate::LockClient::lock_all). Each key has a lease with a
-/// fence of its own, which is renewed while this value lives, and let go when it is dropped.
+/// fence of its own, which is renewed while this value lives, and released when it is dropped.
 ///
 /// It is held while all of its keys are: as soon as one lease is lost, [`lost`](Self::lost) fires, and the
 /// other keys are released, whatever their holder does next. As with a [`LockGuard`](crate::LockGuard), no lock
