@@ -21,6 +21,7 @@
 //! | [`LockError`], [`ErrorCode`] | what failed, and what to do |
 //! | [`Fence`] | the fencing token of a grant |
 //! | [`CancelToken`] | ends waits; also what fires when a lock is lost |
+//! | [`Slot`], [`Run`], [`RunOnce`] | a job that runs once per period |
 //! | [`AdvisoryGuard`], [`AdvisoryKey`], [`AdvisoryOptions`] | session locks |
 //! | [`Term`], [`Leader`] | leader election: a term of one's own, and who leads |
 //! | [`Operator`] | who holds what, counts, cleanup, breaking a lock |
@@ -61,6 +62,10 @@
 //!
 //! [`lock_all`](PgLockClient::lock_all) takes up to 64 keys together, all or none, and holds nothing while it
 //! waits: no order of asking can deadlock.
+//! # Once per period
+//!
+//! [`run_once`](PgLockClient::run_once) runs a job once per [`Slot`], whoever's cron starts it: at least once,
+//! at most once, or exactly once together with what the job writes. `docs/run-once.md` has more.
 //!
 //! # Losing a lock
 //!
@@ -201,7 +206,7 @@ pub use client::{PgLockClient, PgLockClientBuilder};
 pub use lock::{
     Backoff, ClientSettings, CloseReport, DEFAULT_MAX_RETRIES, DEFAULT_RETRY_DELAY, DEFAULT_TIMEOUT,
     DEFAULT_TTL, Heartbeat, Jitter, Leader, LockClient, LockGuard, LockOptions, MultiGuard,
-    ReleaseErrorContext, ReleaseSource, Semaphore, Term,
+    ReleaseErrorContext, ReleaseSource, Run, RunOnce, Semaphore, Term,
 };
 
 pub use cancel::CancelToken;
@@ -210,7 +215,7 @@ pub use model::fence::{FENCE_MAX, FENCE_WARN, Fence};
 
 pub use backend::{
     AcquireResult, Acquired, Capabilities, ExtendResult, LockBackend, LockInfo, LockInfoRaw, Lookup,
-    LostReason, Reason, ReleaseResult,
+    LostReason, Reason, ReleaseResult, Slot,
 };
 
 pub use advisory::{
@@ -253,6 +258,7 @@ safe_to_unwind!(
     MultiGuard,
     Term,
     LockOptions,
+    Run,
     ClientSettings,
     LockError,
     AdvisoryGuard,
@@ -272,6 +278,8 @@ mod documents {
     struct Readme;
     #[doc = include_str!("../docs/fencing.md")]
     struct Fencing;
+    #[doc = include_str!("../docs/run-once.md")]
+    struct RunOnce;
     #[doc = include_str!("../docs/errors.md")]
     struct Errors;
     #[doc = include_str!("../docs/election.md")]

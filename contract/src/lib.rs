@@ -56,6 +56,7 @@ mod bench;
 mod cancelling;
 mod fences;
 mod keys;
+mod once;
 mod ownership;
 mod permits;
 mod racing;
@@ -244,6 +245,18 @@ cases! { $
     several::what_is_no_set_of_keys_is_refused_and_changes_nothing,
     several::a_set_ends_with_its_token_and_its_deadline_without_effect,
     several::sets_that_overlap_are_granted_one_after_the_other,
+    once::a_slot_runs_until_it_is_finished_and_never_again,
+    once::a_slot_that_is_not_above_the_last_one_is_done,
+    once::the_kinds_of_slots_have_marks_of_their_own,
+    once::a_period_is_that_of_the_clock_of_the_grant,
+    once::a_run_and_a_plain_lease_exclude_each_other,
+    once::the_same_begin_again_answers_with_its_first_grant,
+    once::only_the_lease_of_the_grant_marks_its_slot,
+    once::a_claim_marks_the_slot_and_leaves_the_lease,
+    once::a_verify_ends_the_lease_only_where_the_mark_is,
+    once::what_cannot_be_a_slot_is_refused_and_changes_nothing,
+    once::a_fired_token_ends_a_begin_without_effect,
+    once::one_of_many_begins_a_slot,
     cancelling::a_fired_token_aborts_each_operation_without_effect,
     cancelling::a_token_that_has_not_fired_changes_nothing,
     cancelling::the_release_of_guards_is_not_cancelled,

@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use crate::backend::{
-    AcquireResult, Attempt, AttemptAll, Capabilities, ExtendOutcome, Grant, GrantAll, Holder, LockBackend,
-    LockInfo, LockInfoRaw, Lookup, OnHeard, PermitAttempt, PermitGrant, ReleaseOutcome, RenewOutcome,
-    Renewal, Watch,
+    AcquireResult, Attempt, AttemptAll, BeginOutcome, BeginRun, Capabilities, ExtendOutcome, Grant, GrantAll,
+    Holder, LockBackend, LockInfo, LockInfoRaw, Lookup, MarkOutcome, MarkRun, MarkStep, OnHeard,
+    PermitAttempt, PermitGrant, ReleaseOutcome, RenewOutcome, Renewal, Watch,
 };
 use crate::cancel::CancelToken;
 use crate::error::Result;
@@ -83,6 +83,16 @@ macro_rules! forward {
             }
             fn fence_statement_all(&self, leases: &[(&str, Fence, &str)]) -> Result<String> {
                 (**self).fence_statement_all(leases)
+            }
+
+            fn begin_run(&self, begin: &BeginRun<'_>, cancel: &CancelToken) -> Result<BeginOutcome> {
+                (**self).begin_run(begin, cancel)
+            }
+            fn mark_run(&self, run: &MarkRun<'_>, step: MarkStep, deadline: Moment) -> Result<MarkOutcome> {
+                (**self).mark_run(run, step, deadline)
+            }
+            fn completion_statement(&self, run: &MarkRun<'_>) -> Result<String> {
+                (**self).completion_statement(run)
             }
             fn clock(&self) -> Clock {
                 (**self).clock()

@@ -52,6 +52,7 @@
 
 mod forward;
 mod info;
+mod once;
 mod outcome;
 mod permits;
 mod several;
@@ -67,6 +68,7 @@ use crate::model::time::Ttl;
 
 pub use crate::model::time::{Clock, Moment};
 pub use info::{Capabilities, Holder, LockInfo, LockInfoRaw, Lookup, TimeAuthority};
+pub use once::{BeginOutcome, BeginRun, BegunRun, MarkOutcome, MarkRun, MarkStep, Slot};
 pub use outcome::{
     AcquireResult, Acquired, Attempt, ExtendOutcome, ExtendResult, Grant, LostReason, Reason, ReleaseOutcome,
     ReleaseResult, RenewOutcome, Renewal, Version,
@@ -110,6 +112,11 @@ fn outside_the_database() -> LockError {
     LockError::invalid(
         "this backend keeps its leases outside the database of the transaction: store the fence beside the data instead",
     )
+}
+
+/// What a backend says that keeps no marks.
+fn no_runs() -> LockError {
+    LockError::invalid("this backend keeps no marks of finished slots: run_once needs one that does")
 }
 
 /// A place where leases are kept. See the [contract](self).
@@ -313,6 +320,36 @@ pub trait LockBackend: Send + Sync {
     fn fence_statement_all(&self, leases: &[(&str, Fence, &str)]) -> Result<String> {
         let _ = leases;
         Err(outside_the_database())
+    }
+
+    /// Begins a run of a job: takes the lease of its name, unless its slot is done.
+    ///
+    /// In one step, by one clock that is read after all waits: the slot that is current, its mark, the lease.
+    /// A slot whose mark comes while this goes on is done. Idempotent by lock id, as
+    /// [`attempt`](LockBackend::attempt): the same begin again answers with the slot of the first one's grant. The
+    /// mark only grows, in a counter of its own for each kind of slot, and survives whatever counters survive.
+    ///
+    /// The default is `InvalidArgument`, as that of [`mark_run`](LockBackend::mark_run): a backend has both or
+    /// neither.
+    fn begin_run(&self, begin: &BeginRun<'_>, cancel: &CancelToken) -> Result<BeginOutcome> {
+        let _ = (begin, cancel);
+        Err(no_runs())
+    }
+
+    /// Marks the slot of a run as done, or sees whether it is: see [`MarkStep`].
+    fn mark_run(&self, run: &MarkRun<'_>, step: MarkStep, deadline: Moment) -> Result<MarkOutcome> {
+        let _ = (run, step, deadline);
+        Err(no_runs())
+    }
+
+    /// The SQL statements that mark a run's slot inside a caller's transaction, and fail unless its lease is live
+    /// and its fence the newest. Only for a backend whose leases live in the caller's database.
+    #[doc(hidden)]
+    fn completion_statement(&self, run: &MarkRun<'_>) -> Result<String> {
+        let _ = run;
+        Err(LockError::invalid(
+            "this backend keeps its marks outside the database of the transaction: let run_once mark the slot",
+        ))
     }
 
     /// The clock that local deadlines are counted on.

@@ -7,6 +7,7 @@ mod advisory;
 mod builder;
 mod election;
 mod fence;
+mod once;
 mod operations;
 mod port;
 mod semaphore;
@@ -50,6 +51,7 @@ pub use builder::PgLockClientBuilder;
 /// | `lock`, `lock_all`, `advisory_lock` and their kin | `timeout` of the options, 5 s by default, waiting for a connection and connecting included; forever with `wait_forever` |
 /// | `with_lock` | that, the time of its closure, and `drop_timeout` |
 /// | `elect` | no limit: see there |
+/// | `run_once` | the time of its job, and as [`LockClient::run_once`] says |
 /// | `connect`, `setup_schema` | 6 × `operation_timeout`: others may be creating the same tables |
 /// | `close`, `assert_fence` | as they say |
 /// | all others | `operation_timeout` |

@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use crate::backend::{
-    AcquireResult, Attempt, AttemptAll, Capabilities, ExtendOutcome, Grant, GrantAll, Holder, LockBackend,
-    LockInfo, LockInfoRaw, Lookup, OnHeard, PermitAttempt, PermitGrant, ReleaseOutcome, RenewOutcome,
-    Renewal, Watch,
+    AcquireResult, Attempt, AttemptAll, BeginOutcome, BeginRun, Capabilities, ExtendOutcome, Grant, GrantAll,
+    Holder, LockBackend, LockInfo, LockInfoRaw, Lookup, MarkOutcome, MarkRun, MarkStep, OnHeard,
+    PermitAttempt, PermitGrant, ReleaseOutcome, RenewOutcome, Renewal, Watch,
 };
 use crate::cancel::CancelToken;
 use crate::client::PgLockClient;
@@ -90,6 +90,15 @@ impl LockBackend for PgLockClient {
     }
     fn fence_statement_all(&self, leases: &[(&str, Fence, &str)]) -> Result<String> {
         self.locks.backend().fence_statement_all(leases)
+    }
+    fn begin_run(&self, begin: &BeginRun<'_>, cancel: &CancelToken) -> Result<BeginOutcome> {
+        self.locks.backend().begin_run(begin, cancel)
+    }
+    fn mark_run(&self, run: &MarkRun<'_>, step: MarkStep, deadline: Moment) -> Result<MarkOutcome> {
+        self.locks.backend().mark_run(run, step, deadline)
+    }
+    fn completion_statement(&self, run: &MarkRun<'_>) -> Result<String> {
+        self.locks.backend().completion_statement(run)
     }
     fn clock(&self) -> Clock {
         self.locks.backend().clock()

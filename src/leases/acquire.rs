@@ -84,16 +84,31 @@ impl<'a> Acquire<'a> {
         });
         match round {
             Ok((round, _)) => self.answer(&round),
-            Err(failure) if failure.is_in_doubt() => Err(self.label(outcome_unknown(
-                failure,
-                cancel,
-                backend.database.operation_timeout(),
-                self.ttl,
-            ))),
-            Err(failure) => {
-                Err(self.label(self.name_blocking_session(backend, failure.into_error(), cancel)))
-            }
+            Err(failure) => Err(self.failed(backend, failure, cancel)),
         }
+    }
+
+    /// What is said of an acquire that failed.
+    pub(super) fn failed(
+        &self,
+        backend: &PostgresBackend,
+        failure: Failure,
+        cancel: &CancelToken,
+    ) -> LockError {
+        self.label(if failure.is_in_doubt() {
+            outcome_unknown(failure, cancel, backend.database.operation_timeout(), self.ttl)
+        } else {
+            self.name_blocking_session(backend, failure.into_error(), cancel)
+        })
+    }
+
+    pub(super) fn fence_key(&self) -> &str {
+        &self.fence_key
+    }
+
+    /// The grant in a statement's answer `(expiry, fence, version, …)`.
+    pub(super) fn grant_in(&self, row: &Row) -> Result<Option<Grant>> {
+        granted(row)?.map_or(Ok(None), |round| self.answer(&round))
     }
 
     /// The acquire of a key that was chosen since it seemed free, and that the first statement has not granted.
@@ -166,7 +181,8 @@ impl<'a> Acquire<'a> {
         error.with_key(self.key.as_str()).with_lock_id(self.lock_id.as_str())
     }
 
-    fn grant_args(&self) -> [Arg<'_>; 5] {
+    /// `(storage key, fence key, user key, lock id, ttl ms)`
+    pub(super) fn grant_args(&self) -> [Arg<'_>; 5] {
         [
             Arg::Text(&self.storage_key),
             Arg::Text(&self.fence_key),

@@ -9,6 +9,7 @@
 //! | `acquire`, `release`, `extend`, `read` | one file per operation |
 //! | `permits`, `permit_sql` | any of a semaphore's leases, and the SQL for it |
 //! | `several`, `several_sql` | several keys at once, and their statements |
+//! | `once`, `once_sql` | runs, once per slot, and their statements |
 //! | `refusals` | what a statement says by failing |
 //! | `operator`, `cleanup` | what operators see and may do; deleting rows that are long over |
 //! | `notify`, `listener`, `wake_ups` | how a release reaches waiters in other processes |
@@ -22,6 +23,8 @@ mod fragments;
 mod held;
 mod listener;
 mod notify;
+mod once;
+mod once_sql;
 mod operator;
 mod permit_sql;
 mod permits;
@@ -39,5 +42,5 @@ mod wake_ups;
 pub(crate) use backend::{PostgresBackend, Settings};
 pub use cleanup::CLEANUP_GUARD_MS;
 pub use operator::{BrokenLock, Counts, IdleCounter, Operator, Waiter};
-pub(crate) use port::fence_error;
+pub(crate) use port::{completion_error, fence_error};
 pub(crate) use schema::TableNames;

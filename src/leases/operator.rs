@@ -300,7 +300,8 @@ impl Operator {
 
     /// Counters that nothing has raised for at least `idle_for`, at most `limit` of them. A report
     /// only: a counter must never be deleted, because the next holder of its key would get a fence
-    /// that was handed out before.
+    /// that was handed out before. The marks of [`run_once`](crate::PgLockClient::run_once) are not counters of
+    /// a key, and not among them.
     ///
     /// The tables keep no time for it; the server does, with `track_commit_timestamp = on`
     /// (<https://www.postgresql.org/docs/current/runtime-config-replication.html#GUC-TRACK-COMMIT-TIMESTAMP>).
@@ -332,7 +333,8 @@ impl Operator {
             format!(
                 "SELECT coalesce({noted}, c.fence_key), c.fence, (EXTRACT(EPOCH FROM x.raised) * 1000)::int8 \
                  FROM {fences} AS c, LATERAL (SELECT pg_catalog.pg_xact_commit_timestamp(c.xmin) AS raised OFFSET 0) AS x \
-                 WHERE x.raised IS NULL OR x.raised <= pg_catalog.clock_timestamp() - {seconds} * interval '1 second' \
+                 WHERE (x.raised IS NULL OR x.raised <= pg_catalog.clock_timestamp() - {seconds} * interval '1 second') \
+                   AND c.fence_key NOT LIKE E'%\\u2126done' AND c.fence_key NOT LIKE E'%\\u2126number' \
                  ORDER BY x.raised NULLS FIRST LIMIT {limit}"
             )
         })?;

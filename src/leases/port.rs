@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use crate::backend::{
-    AcquireResult, Attempt, AttemptAll, Capabilities, ExtendOutcome, Grant, GrantAll, Holder, LockBackend,
-    LockInfo, LockInfoRaw, Lookup, OnHeard, PermitAttempt, PermitGrant, ReleaseOutcome, RenewOutcome,
-    Renewal, TimeAuthority, Watch,
+    AcquireResult, Attempt, AttemptAll, BeginOutcome, BeginRun, Capabilities, ExtendOutcome, Grant, GrantAll,
+    Holder, LockBackend, LockInfo, LockInfoRaw, Lookup, MarkOutcome, MarkRun, MarkStep, OnHeard,
+    PermitAttempt, PermitGrant, ReleaseOutcome, RenewOutcome, Renewal, TimeAuthority, Watch,
 };
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
@@ -13,7 +13,7 @@ use crate::leases::acquire::Acquire;
 use crate::leases::backend::PostgresBackend;
 use crate::leases::permits::{self, AcquirePermit};
 use crate::leases::several::AcquireAll;
-use crate::leases::{extend, read, release, several, sql};
+use crate::leases::{extend, once, once_sql, read, release, several, sql};
 use crate::model::fence::Fence;
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES, validate_limit};
 use crate::model::lock_id::LockId;
@@ -153,6 +153,18 @@ impl LockBackend for PostgresBackend {
         several::fence_statement(self, leases, self.database.end())
     }
 
+    fn begin_run(&self, begin: &BeginRun<'_>, cancel: &CancelToken) -> Result<BeginOutcome> {
+        once::begin(self, begin, self.database.end_by(begin.attempt.deadline), cancel)
+    }
+
+    fn mark_run(&self, run: &MarkRun<'_>, step: MarkStep, deadline: Moment) -> Result<MarkOutcome> {
+        once::mark(self, run, step, self.database.end_by(deadline))
+    }
+
+    fn completion_statement(&self, run: &MarkRun<'_>) -> Result<String> {
+        once::completion(self, run)
+    }
+
     fn operation_timeout(&self) -> Duration {
         self.database.operation_timeout()
     }
@@ -180,4 +192,14 @@ pub(crate) fn fence_error(error: postgres::Error) -> LockError {
         ),
         _ => call_error(error, false).into_error(),
     }
+}
+
+/// Why a caller's transaction could not complete its run.
+pub(crate) fn completion_error(error: postgres::Error) -> LockError {
+    if error.as_db_error().is_some_and(|error| error.message().contains(once_sql::DONE)) {
+        return LockError::new(ErrorCode::Aborted).with_message(
+            "the slot of this run is done already: this transaction cannot commit, roll it back, and complete a run in one transaction only",
+        );
+    }
+    fence_error(error)
 }

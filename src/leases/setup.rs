@@ -1,10 +1,12 @@
 //! Finding the tables, and making what is missing of them.
 
+use std::sync::OnceLock;
 use std::time::Instant;
 
 use crate::cancel::CancelToken;
 use crate::error::{LockError, Result};
 use crate::leases::collation;
+use crate::leases::once_sql::RunStatements;
 use crate::leases::permit_sql::PermitStatements;
 use crate::leases::schema::{Survey, TableNames, Tables};
 use crate::leases::several_sql::SetStatements;
@@ -20,6 +22,8 @@ pub(super) struct ResolvedTables {
     pub(super) set_statements: SetStatements,
     /// Whether releases notify waiters.
     pub(super) notifies: bool,
+    /// Those of runs, made with the first run.
+    pub(super) runs: OnceLock<RunStatements>,
 }
 
 /// Asks the database for the tables.
@@ -96,7 +100,7 @@ pub(super) fn resolve(
     let statements = Statements::new(&tables, notifies);
     let permits = PermitStatements::new(&tables);
     let set_statements = SetStatements::new(&tables, notifies);
-    Ok(ResolvedTables { tables, statements, permits, set_statements, notifies })
+    Ok(ResolvedTables { tables, statements, permits, set_statements, notifies, runs: OnceLock::new() })
 }
 
 /// Says in the log what a person should know about the tables.

@@ -299,7 +299,7 @@ fn write(tables: &Tables) -> String {
 /// written, or a trigger has put the old one back. A burnt fence must not be committed. The same where a
 /// trigger has put the counter back, for its number was granted before. (Division by zero, 22012, which
 /// nothing else here can raise.)
-fn all_or_nothing(tables: &Tables) -> String {
+pub(super) fn all_or_nothing(tables: &Tables) -> String {
     let fences = &tables.fences;
     format!(
         "1 OPERATOR(pg_catalog./) (CASE WHEN EXISTS (SELECT 1 FROM f) AND NOT EXISTS (SELECT 1 FROM u WHERE u.lock_id {EQ} $4) \
@@ -320,25 +320,33 @@ fn grant(tables: &Tables) -> String {
 /// that is not in `cur` is somebody's. The counter is locked only when no row stands against it, and
 /// a visible counter that cannot be locked is somebody's, too. Then comes the clock, then the grant.
 fn acquire(tables: &Tables) -> String {
+    format!(
+        "WITH {} \
+         SELECT (SELECT u.expires_at_ms FROM u), (SELECT u.fence FROM u), (SELECT u.version FROM u), {}, \
+           (SELECT {COUNT} FROM ok), (SELECT {COUNT} FROM cur WHERE cur.lock_id {EQ} $4)",
+        acquire_parts(tables, ""),
+        all_or_nothing(tables)
+    )
+}
+
+/// The parts `cur`, `ok`, `f` and `u` of it, where one more `condition` is fulfilled.
+pub(super) fn acquire_parts(tables: &Tables, condition: &str) -> String {
     let (locks, fences) = (&tables.locks, &tables.fences);
     let alive = live("l.expires_at_ms", CLOCK);
     let free =
         format!("(SELECT {COUNT} FROM {locks} AS l WHERE l.key {EQ} $1) {EQ} (SELECT {COUNT} FROM cur)");
     format!(
-        "WITH cur AS MATERIALIZED (\
+        "cur AS MATERIALIZED (\
            SELECT l.lock_id FROM {locks} AS l \
-           WHERE l.key {EQ} $1 AND (l.lock_id {EQ} $4 OR NOT {alive}) FOR UPDATE OF l), \
+           WHERE l.key {EQ} $1 AND (l.lock_id {EQ} $4 OR NOT {alive}){condition} FOR UPDATE OF l), \
          ok AS MATERIALIZED (\
            SELECT {CLOCK} AS now FROM (SELECT {COUNT} AS n FROM (\
              SELECT 1 FROM {fences} AS c WHERE c.fence_key {EQ} $2 AND {free} \
              FOR NO KEY UPDATE OF c SKIP LOCKED) AS counter) AS held \
-           WHERE held.n {EQ} (SELECT {COUNT} FROM {fences} AS c WHERE c.fence_key {EQ} $2) AND {free} \
+           WHERE held.n {EQ} (SELECT {COUNT} FROM {fences} AS c WHERE c.fence_key {EQ} $2) AND {free}{condition} \
              AND NOT EXISTS (SELECT 1 FROM cur WHERE cur.lock_id {EQ} $4)), \
-         {} \
-         SELECT (SELECT u.expires_at_ms FROM u), (SELECT u.fence FROM u), (SELECT u.version FROM u), {}, \
-           (SELECT {COUNT} FROM ok), (SELECT {COUNT} FROM cur WHERE cur.lock_id {EQ} $4)",
-        write(tables),
-        all_or_nothing(tables)
+         {}",
+        write(tables)
     )
 }
 

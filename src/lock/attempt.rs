@@ -119,11 +119,22 @@ impl LockCall {
         let Some((key, grant)) = answer else {
             return Ok(AttemptResult::Taken { index: 0, holder: None });
         };
-        let Some(granted) = with_time_left(engine, &key, options.ttl, end, sent, grant) else {
-            return Ok(AttemptResult::TooLate);
+        let leases = self.hold(&key, (end, sent), grant)?;
+        Ok(leases.map_or(AttemptResult::TooLate, AttemptResult::Granted))
+    }
+
+    /// The lease that a request was granted that was sent then; `None` if the grant came too late.
+    pub(super) fn hold(
+        &self,
+        key: &Arc<str>,
+        (end, sent): (Moment, Moment),
+        grant: Grant,
+    ) -> Result<Option<Leases>> {
+        let Some(granted) = with_time_left(self.engine(), key, self.options.ttl, end, sent, grant) else {
+            return Ok(None);
         };
-        let first = self.guard_state(&key, granted, CancelToken::new(), None);
-        self.register(Leases { first, others: Vec::new() })
+        let first = self.guard_state(key, granted, CancelToken::new(), None);
+        self.register(Leases { first, others: Vec::new() }).map(Some)
     }
 
     /// The same for several keys. Their leases are one set, so that they are lost together.
@@ -162,7 +173,9 @@ impl LockCall {
         set.is_of(&states);
         let mut states = states.into_iter();
         match states.next() {
-            Some(first) => self.register(Leases { first, others: states.collect() }),
+            Some(first) => {
+                self.register(Leases { first, others: states.collect() }).map(AttemptResult::Granted)
+            }
             None => Ok(AttemptResult::TooLate),
         }
     }
@@ -201,7 +214,7 @@ impl LockCall {
 
     /// Takes the leases into the registry. After a close nobody gets them: what was there before it was
     /// released by it, and the rest is released here.
-    fn register(&self, leases: Leases) -> Result<AttemptResult> {
+    fn register(&self, leases: Leases) -> Result<Leases> {
         let engine = self.engine();
         let mut closed = false;
         for state in leases.iter() {
@@ -213,7 +226,7 @@ impl LockCall {
         if closed {
             engine.check_open()?;
         }
-        Ok(AttemptResult::Granted(leases))
+        Ok(leases)
     }
 }
 
@@ -308,7 +321,7 @@ fn request_permit(
 
 /// A request under an id of our own. After an unknown outcome the error carries that id, and the
 /// worker releases it until the lease is surely over.
-fn under_own_id<T>(
+pub(super) fn under_own_id<T>(
     engine: &Arc<Engine>,
     key: &str,
     ttl: Duration,

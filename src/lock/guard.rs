@@ -9,7 +9,8 @@ use crate::backend::{Acquired, ExtendResult, LockBackend, LostReason, ReleaseRes
 use crate::cancel::CancelToken;
 use crate::error::Result;
 use crate::lock::attempt::Leases;
-use crate::lock::engine::{Engine, Handle};
+use crate::lock::backend_call::change;
+use crate::lock::engine::{Engine, Entered, Handle};
 use crate::lock::extend::extend;
 use crate::lock::registry::{GuardState, PendingRelease};
 use crate::lock::release::{ReleaseProgress, end_lease, release_here};
@@ -17,7 +18,7 @@ use crate::lock::report::{ReleaseSource, report};
 use crate::model::fence::Fence;
 use crate::model::hash::hash_key;
 use crate::model::key::permit_of;
-use crate::model::time::Ttl;
+use crate::model::time::{Moment, Ttl};
 use crate::threads::{ignore_panic, in_runtime};
 
 /// A held lock. It is renewed while this value lives, and released when it is dropped.
@@ -333,6 +334,38 @@ impl LockGuard {
         grant
     }
 
+    /// Asks the backend for a change that leaves the lease as it is.
+    pub(super) fn ask<T>(&self, call: impl FnOnce(&dyn LockBackend, Moment) -> Result<T>) -> Result<T> {
+        let engine = self.engine();
+        engine.check_process()?;
+        let _entered = engine.enter_anyway();
+        change(Duration::MAX, || call(&*engine.backend, engine.call_deadline(Moment::NEVER)))
+    }
+
+    /// Ends the lease by this call, if its answer `ended` it, and otherwise as `Drop` does. The answer, and
+    /// whether it came while the lease was trusted; `None` if the lease had been ended before.
+    pub(super) fn end_with<T>(
+        self,
+        call: impl FnOnce(&dyn LockBackend, Moment) -> Result<T>,
+        ended: impl FnOnce(&T) -> bool,
+    ) -> Option<(Result<T>, bool)> {
+        let engine = self.engine();
+        if engine.is_forked() {
+            return None;
+        }
+        let entered = engine.enter_anyway();
+        let held = self.is_held();
+        let pending = self.finish(self.source)?;
+        let answer = change(Duration::MAX, || call(&*engine.backend, engine.call_deadline(Moment::NEVER)));
+        let trusted = held && engine.clock.now() < pending.lease_end;
+        if answer.as_ref().is_ok_and(ended) {
+            engine.freed(self.key());
+        } else {
+            self.release_ended(pending, entered);
+        }
+        Some((answer, trusted))
+    }
+
     /// Refuses a guard that was made before a fork.
     pub(crate) fn check_process(&self) -> Result<()> {
         self.engine().check_process()
@@ -363,7 +396,14 @@ impl LockGuard {
             return;
         }
         let entered = engine.enter_anyway();
-        let Some(mut pending) = self.finish(self.source) else { return };
+        if let Some(pending) = self.finish(self.source) {
+            self.release_ended(pending, entered);
+        }
+    }
+
+    /// Releases a lease that has ended on this side, and tells nobody but the handler if that fails.
+    fn release_ended(&self, mut pending: PendingRelease, entered: Entered<'_>) {
+        let engine = self.engine();
         if in_runtime() || std::thread::panicking() {
             engine.hand_to_worker(pending);
             return;

@@ -11,6 +11,7 @@
 //! | `guard`, `multi_guard` | what a holder of one key, and of several, sees of it |
 //! | `extend` | extending a guard's leases |
 //! | `election` | campaigns for a key, and the terms of its leaders |
+//! | `once` | runs, once per slot |
 //! | `registry` | the guards, and what the two threads share |
 //! | `engine` | what a client and its guards share |
 //! | `backend_call` | what becomes of a panic of the backend's |
@@ -30,6 +31,7 @@ mod guard;
 mod lease;
 mod lease_set;
 mod multi_guard;
+mod once;
 mod options;
 mod registry;
 mod release;
@@ -51,7 +53,7 @@ use std::time::Duration;
 
 use crate::backend::{
     AcquireResult, Capabilities, ExtendResult, LockBackend, LockInfo, LockInfoRaw, Lookup, ReleaseResult,
-    check_count, no_keys,
+    Slot, check_count, no_keys,
 };
 use crate::cancel::CancelToken;
 use crate::error::Result;
@@ -63,6 +65,7 @@ pub use close::CloseReport;
 pub use election::{Leader, Term};
 pub use guard::LockGuard;
 pub use multi_guard::MultiGuard;
+pub use once::{Run, RunOnce};
 pub use options::{
     DEFAULT_MAX_RETRIES, DEFAULT_RETRY_DELAY, DEFAULT_TIMEOUT, DEFAULT_TTL, Heartbeat, LockOptions,
 };
@@ -93,6 +96,7 @@ use guard::run_holding;
 /// | `lock`, `lock_with` | `timeout` of the options, 5 s by default; forever with `wait_forever`. The first lock of a client with a heartbeat also has the backend prepare its renewals, once, in the same time |
 /// | `with_lock` | that, the time of its closure, and `dispose_timeout` |
 /// | `elect` | no limit: see there |
+/// | `run_once` | the time of its job, and as it says |
 /// | `close` | its `deadline`, by the system's clock, and 50 ms for threads that have nothing left to do. Called from one of the client's own callbacks it does not wait for the thread that it is on |
 /// | all others | `operation_timeout` of the backend |
 ///
@@ -435,6 +439,63 @@ impl LockClient {
     /// [`InvalidArgument`](crate::ErrorCode::InvalidArgument) for another limit, and for a name that is no key.
     pub fn semaphore(&self, name: &str, limit: u32) -> Result<Semaphore> {
         Semaphore::new(name, limit, self.token.clone(), Arc::clone(&self.handle))
+    }
+
+    /// Runs a job once per slot, however many processes ask at the same time: `job` runs under the lease of
+    /// `name`, which is renewed as any guard's, unless the slot is done or another holder has the lease. One
+    /// attempt: it does not wait, and `timeout` and the retry options do not apply. A plain lock of the same key
+    /// excludes it, too.
+    ///
+    /// When `job` returns `Ok` the slot is marked as done and the lease ends, in one durable step. When it returns
+    /// `Err` or panics the lease is released, and the slot may run again. After a crash it may run again when the
+    /// lease is over, its ttl and a second later: *at least once*. [`Slot::claim_at_start`] makes that *at most
+    /// once*, and [`Run::complete_in`] *exactly once*, for effects in the same database. Only the current slot
+    /// runs; [`Run::skipped`] says how many were missed.
+    ///
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// # use std::time::Duration;
+    /// use syncguard::{LockOptions, RunOnce, Slot};
+    ///
+    /// let hourly = Slot::every(Duration::from_secs(3600));
+    /// match client.run_once("report", hourly, &LockOptions::new(), |run| {
+    ///     println!("the report of the hour that began at {}", run.slot());
+    ///     Ok::<_, std::io::Error>(())
+    /// })? {
+    ///     RunOnce::Done(()) => println!("made"),
+    ///     RunOnce::Failed(error) => println!("to be made again: {error}"),
+    ///     RunOnce::AlreadyDone | RunOnce::Running => println!("another process has made it, or is making it"),
+    /// }
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    ///
+    /// # Blocking
+    ///
+    /// Twice `operation_timeout` (three times with `claim_at_start`) and the time of `job`; where the slot could
+    /// not be marked, or is not to be, `dispose_timeout` for the release.
+    ///
+    /// # Cancellation
+    ///
+    /// A token ends the begin. It ends neither `job` nor the mark.
+    ///
+    /// # Errors
+    ///
+    /// Before the job: those of [`try_lock_with`](Self::try_lock_with), `InvalidArgument` for a slot that cannot
+    /// be, and `Aborted` if the lease was lost before the slot was claimed. After it, when `job` returned `Ok` and
+    /// the slot could not be marked: the text says that **the job ran**, and whether it is known that the slot is
+    /// not marked ([`is_outcome_unknown`](crate::LockError::is_outcome_unknown)). `Aborted` then says that the
+    /// lease was lost, or that the transaction of `complete_in` was not committed. The lease may stay held for its
+    /// ttl and a second; the client's worker goes on releasing it.
+    pub fn run_once<T, E>(
+        &self,
+        name: &str,
+        slot: Slot,
+        options: &LockOptions,
+        job: impl FnOnce(&Run) -> Result<T, E>,
+    ) -> Result<RunOnce<T, E>> {
+        slot.check()?;
+        let call = self.call(name, options)?;
+        once::run_once(&call, slot, job).map_err(|error| error.with_key(&*call.key))
     }
 
     /// Tries once to take the key, without a guard: nothing renews the lease, nothing releases it.

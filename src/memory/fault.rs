@@ -14,7 +14,7 @@ use crate::sync::{Condvar, Mutex};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Call {
-    /// `acquire`, `attempt` and `grant`.
+    /// `acquire`, `attempt`, `grant` and `begin_run`.
     Acquire,
     /// `release` and `release_by`.
     Release,
@@ -28,12 +28,22 @@ pub enum Call {
     Holder,
     /// `lookup` and `lookup_raw`.
     Lookup,
+    /// `mark_run`.
+    Mark,
 }
 
 impl Call {
     /// All of them.
-    pub const ALL: [Self; 7] =
-        [Self::Acquire, Self::Release, Self::Extend, Self::Renew, Self::IsLocked, Self::Holder, Self::Lookup];
+    pub const ALL: [Self; 8] = [
+        Self::Acquire,
+        Self::Release,
+        Self::Extend,
+        Self::Renew,
+        Self::IsLocked,
+        Self::Holder,
+        Self::Lookup,
+        Self::Mark,
+    ];
 }
 
 /// How one call fails. An [`ErrorCode`] alone stands for [`Fault::error`].

@@ -130,6 +130,7 @@
 mod call;
 mod control;
 mod fault;
+mod once;
 mod permits;
 mod shared;
 mod store;
@@ -140,9 +141,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::backend::{
-    AcquireResult, Attempt, AttemptAll, Capabilities, ExtendOutcome, Grant, GrantAll, Holder, LockBackend,
-    LockInfo, LockInfoRaw, Lookup, PermitAttempt, PermitGrant, ReleaseOutcome, RenewOutcome, Renewal,
-    TimeAuthority, check_set,
+    AcquireResult, Attempt, AttemptAll, BeginOutcome, BeginRun, Capabilities, ExtendOutcome, Grant, GrantAll,
+    Holder, LockBackend, LockInfo, LockInfoRaw, Lookup, MarkOutcome, MarkRun, MarkStep, PermitAttempt,
+    PermitGrant, ReleaseOutcome, RenewOutcome, Renewal, TimeAuthority, check_set,
 };
 use crate::cancel::CancelToken;
 use crate::error::{LockError, Result};
@@ -463,6 +464,14 @@ impl LockBackend for MemoryBackend {
         };
         cancel.check()?;
         Ok(found)
+    }
+
+    fn begin_run(&self, begin: &BeginRun<'_>, cancel: &CancelToken) -> Result<BeginOutcome> {
+        once::begin(self, begin, cancel)
+    }
+
+    fn mark_run(&self, run: &MarkRun<'_>, step: MarkStep, deadline: Moment) -> Result<MarkOutcome> {
+        once::mark(self, run, step, deadline)
     }
 
     fn clock(&self) -> Clock {

@@ -308,6 +308,18 @@ impl Store {
         self.by_id(lock_id).is_some_and(|(found, _)| found == base)
     }
 
+    /// The fence of the row with this id, live or not.
+    pub(super) fn fence_of(&self, lock_id: &str) -> Option<Fence> {
+        self.by_id(lock_id).map(|(_, row)| row.fence)
+    }
+
+    /// Deletes the row with this id, live or not.
+    pub(super) fn end(&mut self, lock_id: &str) {
+        if let Some(base) = self.by_id(lock_id).map(|(base, _)| base.to_owned()) {
+            self.remove(&base);
+        }
+    }
+
     /// How long a lease may still bar others, in milliseconds.
     pub(super) fn rest_ms(&self, lock_id: &str, now: i64) -> i64 {
         let row = self.by_id(lock_id).map(|(_, row)| row).filter(|row| row.is_live(now));

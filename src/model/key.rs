@@ -172,6 +172,13 @@ impl Key {
         let fence = make_fence_key("", &base, limit, reserve)?;
         Ok((base, fence))
     }
+
+    /// The stored key of a mark of this key, a counter beside its own.
+    pub(crate) fn mark(&self, suffix: &str, limit: usize, reserve: usize) -> Result<String> {
+        let suffix = format!("{DERIVED}{suffix}");
+        let (base, _) = self.stored(limit, reserve)?;
+        Ok(make_fence_key("", &base, limit, reserve.saturating_add(suffix.len()))? + &suffix)
+    }
 }
 
 /// A key may be a customer's name: print its label only.
@@ -276,5 +283,17 @@ mod tests {
         for (limit, ok) in [(0, false), (1, true), (1024, true), (1025, false), (u32::MAX, false)] {
             assert_eq!(validate_limit(limit).is_ok(), ok, "{limit}");
         }
+    }
+
+    #[test]
+    fn no_key_leads_to_the_mark_of_another() {
+        let mark = Key::new("job").unwrap().mark("done", 1700, 0).unwrap();
+        assert_eq!(mark, "fence:job\u{2126}done");
+        let named_alike = Key::new("job\u{2126}done").unwrap().stored(1700, 0).unwrap().1;
+        assert_eq!(named_alike, "fence:job\u{3a9}done");
+        let long = Key::new(&"x".repeat(100)).unwrap();
+        let mark = long.mark("number", 40, 0).unwrap();
+        assert!(mark.len() <= 40 && mark.ends_with("\u{2126}number"), "{mark}");
+        assert!(long.mark("number", 30, 0).is_err());
     }
 }

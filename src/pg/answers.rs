@@ -49,6 +49,12 @@ impl Answers {
         self.0.iter().rev().nth(from_last).map(Vec::as_slice).ok_or_else(malformed)
     }
 
+    /// The same without the message's last statement.
+    pub(crate) fn without_last(mut self) -> Self {
+        self.0.pop();
+        self
+    }
+
     /// The rows of the message's last statement, to keep.
     pub(crate) fn into_last_rows(mut self) -> Vec<Row> {
         self.0.pop().unwrap_or_default()

@@ -5,6 +5,7 @@ pub(crate) const EQ: &str = "OPERATOR(pg_catalog.=)";
 pub(crate) const NE: &str = "OPERATOR(pg_catalog.<>)";
 pub(crate) const GT: &str = "OPERATOR(pg_catalog.>)";
 pub(crate) const GE: &str = "OPERATOR(pg_catalog.>=)";
+pub(crate) const LE: &str = "OPERATOR(pg_catalog.<=)";
 pub(crate) const LT: &str = "OPERATOR(pg_catalog.<)";
 pub(crate) const PLUS: &str = "OPERATOR(pg_catalog.+)";
 pub(crate) const MINUS: &str = "OPERATOR(pg_catalog.-)";

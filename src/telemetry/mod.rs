@@ -16,6 +16,8 @@
 //! | `is_locked` | one `isLocked`; *not locked* is `fail` without reason |
 //! | `holder`, `permits_in_use` | none: waiters ask often, and each attempt reports itself |
 //! | `lookup`, `lookup_raw` | one `lookup`; *not found* is `fail` without reason |
+//! | `begin_run` | one `acquire`; a slot that is done is `fail` without reason |
+//! | `mark_run` | one `release`, `ok` if the mark is there and the lease has ended by it; none for a claim |
 //! | any call that ends with an error | `fail` without reason, and the error's code |
 //!
 //! Retries are several events: one for each call of the backend.
@@ -50,9 +52,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::backend::{
-    AcquireResult, Attempt, AttemptAll, Capabilities, ExtendOutcome, Grant, GrantAll, Holder, LockBackend,
-    LockInfo, LockInfoRaw, Lookup, LostReason, OnHeard, PermitAttempt, PermitGrant, Reason, ReleaseOutcome,
-    RenewOutcome, Renewal, Watch,
+    AcquireResult, Attempt, AttemptAll, BeginOutcome, BeginRun, Capabilities, ExtendOutcome, Grant, GrantAll,
+    Holder, LockBackend, LockInfo, LockInfoRaw, Lookup, LostReason, MarkOutcome, MarkRun, MarkStep, OnHeard,
+    PermitAttempt, PermitGrant, Reason, ReleaseOutcome, RenewOutcome, Renewal, Watch,
 };
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, Result};
@@ -309,6 +311,29 @@ impl<B: LockBackend> LockBackend for Telemetry<B> {
 
     fn fence_statement_all(&self, leases: &[(&str, Fence, &str)]) -> Result<String> {
         self.inner.fence_statement_all(leases)
+    }
+
+    fn begin_run(&self, begin: &BeginRun<'_>, cancel: &CancelToken) -> Result<BeginOutcome> {
+        let call = |inner: &B| inner.begin_run(begin, cancel);
+        self.report(Operation::Acquire, Subject::Key(begin.attempt.key), call, |answer| match answer {
+            BeginOutcome::Begun(run) => (Ending::OK, Some(run.grant.acquired.lock_id.clone())),
+            BeginOutcome::Running => (Ending::fail(Some(Reason::Locked)), None),
+            BeginOutcome::AlreadyDone => (Ending::fail(None), None),
+        })
+    }
+
+    fn mark_run(&self, run: &MarkRun<'_>, step: MarkStep, deadline: Moment) -> Result<MarkOutcome> {
+        let call = |inner: &B| inner.mark_run(run, step, deadline);
+        if step == MarkStep::Claim {
+            return call(&self.inner);
+        }
+        self.report(Operation::Release, Subject::LockId(run.lock_id), call, |outcome| {
+            (Ending::of(*outcome == MarkOutcome::Marked), None)
+        })
+    }
+
+    fn completion_statement(&self, run: &MarkRun<'_>) -> Result<String> {
+        self.inner.completion_statement(run)
     }
 
     fn clock(&self) -> Clock {

@@ -4,6 +4,8 @@
 // A test that fails panics.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
+mod runs;
+
 use std::time::Duration;
 
 use crate::support::{Config, LIMIT, Place, Role, Server, TTL, id, place, server};
@@ -264,6 +266,7 @@ fn holders_parts(stage: &Stage) -> Vec<Part<'_>> {
             client.operator().cleanup_expired(10).map(|deleted| assert_eq!(deleted, 1))
         }),
     ));
+    parts.extend(runs::parts(stage));
     parts
 }
 

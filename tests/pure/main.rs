@@ -9,6 +9,7 @@
 //! | `files` | Every file of the repository, as a file: how long it may be, and what must not stand in it. |
 //! | `memory` | The memory backend's own powers: time, faults, losses, and calls that hang. |
 //! | `memory_contract` | The contract, on the memory backend: bare, under telemetry, and on the system's time. |
+//! | `once` | Jobs that run once per slot, over the memory backend: what becomes of a run when its calls fail, its lease is |
 //! | `own_code` | A program's own tests, written as its author would: with the public documentation and nothing else. |
 //! | `permits` | Semaphores over the memory backend: what guards and waiters make of permits. |
 //! | `public_contract` | The names and shapes that other programs are written against. It has to compile: what is moved, |
@@ -26,6 +27,7 @@ mod election;
 mod files;
 mod memory;
 mod memory_contract;
+mod once;
 mod own_code;
 mod permits;
 mod public_contract;

@@ -10,14 +10,14 @@ use std::ops::ControlFlow;
 use std::str::FromStr;
 use std::time::Duration;
 
-use syncguard::backend::{ExtendOutcome, ReleaseOutcome};
+use syncguard::backend::{ExtendOutcome, MarkRun, MarkStep, ReleaseOutcome};
 use syncguard::postgres::{self, Client, Config, NoTls, Transaction};
 use syncguard::{
     AcquireResult, Acquired, AdvisoryGuard, AdvisoryKey, AdvisoryOptions, Backoff, CancelToken, Capabilities,
     CloseReport, ErrorCode, ExtendResult, Fence, Heartbeat, Jitter, Leader, LockBackend, LockError,
     LockGuard, LockInfo, LockInfoRaw, LockOptions, Lookup, LostReason, MemoryBackend, MultiGuard,
-    PgLockClient, PgLockClientBuilder, ReleaseErrorContext, ReleaseResult, Result, Semaphore,
-    TelemetryOptions, Term,
+    PgLockClient, PgLockClientBuilder, ReleaseErrorContext, ReleaseResult, Result, Run, RunOnce, Semaphore,
+    Slot, TelemetryOptions, Term,
 };
 
 type Pool = syncguard::r2d2::Pool<syncguard::r2d2_postgres::PostgresConnectionManager<NoTls>>;
@@ -162,6 +162,22 @@ fn semaphores(client: &PgLockClient, options: &LockOptions) -> Result<u32> {
     semaphore.in_use()
 }
 
+fn runs(client: &PgLockClient, transaction: &mut Transaction<'_>, options: &LockOptions) -> Result<u8> {
+    let daily: Slot = Slot::every(Duration::from_secs(86_400)).claim_at_start();
+    let ran: RunOnce<u8, String> = client.run_once("a", daily, options, |run: &Run| {
+        let _: (u64, u64, Fence) = (run.slot(), run.skipped(), run.fence());
+        let _: (bool, &CancelToken) = (run.is_held(), run.lost());
+        run.complete_in(transaction).map(|()| 1).map_err(|error| error.to_string())
+    })?;
+    let other = client.run_once("a", Slot::number(20_261_128), options, |_run| Err::<u8, u16>(1))?;
+    assert_ne!(other, RunOnce::Done(1));
+    match ran {
+        RunOnce::Done(value) => Ok(value),
+        RunOnce::Failed(text) => Err(LockError::new(ErrorCode::Internal).with_message(text)),
+        RunOnce::AlreadyDone | RunOnce::Running => Ok(0),
+    }
+}
+
 fn session_locks(client: &PgLockClient, transaction: &mut Transaction<'_>, fence: Fence) -> Result<()> {
     let _: Option<i64> = AdvisoryKey::from_pair(1, 2).as_i64();
     let _: [AdvisoryKey; 2] = [AdvisoryKey::from_i64(1), AdvisoryKey::namespaced("jobs", "a")?];
@@ -211,6 +227,21 @@ fn a_backend_of_the_five_operations_serves_guards_and_refuses_what_it_does_not_h
     assert!(client.try_lock("a").unwrap().is_none());
     assert_eq!(client.get_by_key_raw("a").unwrap_err().code(), ErrorCode::InvalidArgument);
     assert_eq!(guard.release().unwrap(), ReleaseResult::Released);
+    let ran = client.run_once("a", Slot::number(7), &LockOptions::new(), |_run| Ok::<_, ()>(()));
+    assert_eq!(ran.unwrap_err().code(), ErrorCode::InvalidArgument);
+    let (fence, slot) = (Fence::new(1).unwrap(), Slot::number(7));
+    let record = MarkRun::new("a", "id", fence, slot, 7);
+    let least = Least(MemoryBackend::new());
+    let end = least.clock().now().after(Duration::from_secs(5));
+    for refused in [
+        least.mark_run(&record, MarkStep::Finish, end).unwrap_err(),
+        least.completion_statement(&record).unwrap_err(),
+    ] {
+        assert!(
+            refused.code() == ErrorCode::InvalidArgument && refused.to_string().contains("marks"),
+            "{refused}"
+        );
+    }
 }
 
 #[test]
@@ -226,8 +257,18 @@ fn what_programs_are_written_against_has_the_same_names_and_shapes() {
     anywhere::<AdvisoryGuard>();
     anywhere::<LockError>();
     a_number::<Fence>();
-    let _ =
-        (builder, lock_options, locks, several_keys, election, operations, held, semaphores, session_locks);
+    let _ = (
+        builder,
+        lock_options,
+        locks,
+        several_keys,
+        election,
+        operations,
+        held,
+        semaphores,
+        runs,
+        session_locks,
+    );
     let _: fn(&str) -> Result<PgLockClient> = PgLockClient::connect;
     let _: fn(&mut Client) -> std::result::Result<Transaction<'_>, postgres::Error> = Client::transaction;
 

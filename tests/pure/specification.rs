@@ -147,8 +147,17 @@ fn elsewhere(source: &crate::source::Source, word: &str, allowed: &[&str]) -> Ve
 
 /// Who computes labels: what prints, what looks up, what reports. No operation does.
 fn labels(source: &crate::source::Source) -> Vec<String> {
-    const MAY: [&str; 8] =
-        ["hash_key", "fmt", "sanitized", "warn_near_limit", "break_lock", "idle_counters", "kept", "deliver"];
+    const MAY: [&str; 9] = [
+        "hash_key",
+        "fmt",
+        "sanitized",
+        "warn_near_limit",
+        "warn_of_the_future",
+        "break_lock",
+        "idle_counters",
+        "kept",
+        "deliver",
+    ];
     let mut broken = elsewhere(source, "hash_key", &MAY);
     if !["telemetry", "client", ""].contains(&source.top()) {
         let events = source.words().filter(|word| ["LockEvent", "TelemetryOptions"].contains(&&*word.text));
@@ -166,11 +175,11 @@ fn no_operation_computes_a_label_or_builds_an_event() {
     assert_eq!(count(labels, "src/memory/mod.rs", "fn f() { LockEvent { } }"), 1);
 }
 
-/// `AcquisitionTimeout` is what waiting ends with, `Aborted` what a token, a closed client or a stale
-/// fence does; no operation says the first, and nothing else the second.
+/// `AcquisitionTimeout` is what waiting ends with, `Aborted` what a token, a closed client, a stale
+/// fence or a run without its lease does; no operation says the first, and nothing else the second.
 fn codes(source: &crate::source::Source) -> Vec<String> {
     const WAITS: [&str; 2] = ["timed_out", "as_str"];
-    const ENDS: [&str; 4] = ["aborted", "as_str", "closed", "fence_error"];
+    const ENDS: [&str; 6] = ["aborted", "as_str", "closed", "fence_error", "completion_error", "lease_lost"];
     let mut broken = elsewhere(source, "AcquisitionTimeout", &WAITS);
     if !["lock", "advisory", "error"].contains(&source.top()) {
         broken.extend(elsewhere(source, "AcquisitionTimeout", &[]));
