@@ -95,12 +95,6 @@ pub trait Harness: Send + Sync {
     /// Sets the key's fence counter, which may not exist yet. Values fit `i64`.
     fn set_counter(&self, key: &str, value: u64);
 
-    /// Whether the backend can take several keys at once. One that cannot has to refuse with
-    /// `InvalidArgument`, which is all that is asked of it.
-    fn takes_several_keys(&self) -> bool {
-        false
-    }
-
     /// The same kind of store with stored keys of at most so many bytes, so that long keys are
     /// stored under their digest. `None` skips the case that needs it.
     fn with_storage_limit(&self, bytes: usize) -> Option<Box<dyn Harness>> {

@@ -1,5 +1,4 @@
-//! Several keys at once, all or none. A backend may refuse to take several; see
-//! [`Harness::takes_several_keys`](crate::Harness::takes_several_keys).
+//! Several keys at once, all or none. A backend that takes one key at a time says so in every call.
 
 use std::time::Duration;
 
@@ -56,14 +55,17 @@ impl Set {
     }
 }
 
-/// Whether the backend takes sets; one that does not has to say so.
+/// Whether the backend takes sets. One that does not says so, and does nothing.
 fn takes_sets(bench: &Bench<'_>) -> bool {
-    if bench.harness.takes_several_keys() {
-        return true;
+    let probe = Set::fresh(2);
+    match probe.ask(bench, &CancelToken::never()) {
+        Ok(_) => true,
+        Err(error) => {
+            assert_eq!(error.code(), ErrorCode::InvalidArgument);
+            assert!(probe.is_untouched(bench));
+            false
+        }
     }
-    let refused = Set::fresh(2).ask(bench, &CancelToken::never()).unwrap_err();
-    assert_eq!(refused.code(), ErrorCode::InvalidArgument);
-    false
 }
 
 /// The place of the key in the way.

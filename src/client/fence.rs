@@ -76,6 +76,14 @@ impl Term {
     /// })?;
     /// # Ok::<(), syncguard::LockError>(())
     /// ```
+    ///
+    /// # Blocking
+    ///
+    /// As long as the transaction's own statements may, by its `lock_timeout` and `statement_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// No token ends it.
     pub fn fence_transaction(&self, transaction: &mut postgres::Transaction<'_>) -> Result<()> {
         self.guard().fence_transaction(transaction)
     }
@@ -108,7 +116,11 @@ impl MultiGuard {
     ///
     /// # Blocking
     ///
-    /// As there.
+    /// As long as the transaction's own statements may, by its `lock_timeout` and `statement_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// No token ends it.
     pub fn fence_transaction(&self, transaction: &mut postgres::Transaction<'_>) -> Result<()> {
         self.check_process()?;
         run_check(transaction, &self.backend().fence_statement_all(&self.grants())?)

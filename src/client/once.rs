@@ -76,6 +76,10 @@ impl Run {
     /// # Blocking
     ///
     /// As long as the transaction's own statements may, by its `lock_timeout` and `statement_timeout`.
+    ///
+    /// # Cancellation
+    ///
+    /// No token ends it.
     pub fn complete_in(&self, transaction: &mut postgres::Transaction<'_>) -> Result<()> {
         let statements = self.begin_completion()?;
         match guard_runtime(|| transaction.simple_query(&statements))? {

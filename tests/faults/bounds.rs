@@ -341,6 +341,11 @@ fn a_commit_that_waits_for_an_absent_standby() {
     let granted = client.acquire("held", TTL).unwrap().acquired().unwrap();
     let second = client.acquire("held too", TTL).unwrap().acquired().unwrap();
     server.configure("synchronous_standby_names", "nobody");
+    // The server's processes hear of it one after the other.
+    let mut keys = 0..;
+    support::wait_until(Duration::from_secs(60), "a commit waits for the standby", || {
+        client.acquire(&format!("before {:?}", keys.next()), TTL).is_err()
+    });
     for (name, result) in [
         ("acquire", timed(|| client.acquire("k", TTL).map(drop))),
         ("extend", timed(|| client.extend(&granted.lock_id, TTL).map(drop))),

@@ -34,10 +34,6 @@ impl Harness for Through<'_> {
         Arc::new(self.client.clone())
     }
 
-    fn takes_several_keys(&self) -> bool {
-        true
-    }
-
     fn now_ms(&self) -> i64 {
         self.sql("SELECT floor(extract(epoch FROM clock_timestamp()) * 1000)::int8", &[]).unwrap()
     }

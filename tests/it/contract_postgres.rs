@@ -41,10 +41,6 @@ impl Harness for Postgres {
         Arc::new((self.client)(&self.store.schema))
     }
 
-    fn takes_several_keys(&self) -> bool {
-        true
-    }
-
     fn now_ms(&self) -> i64 {
         self.store.stored.now_ms()
     }

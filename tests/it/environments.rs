@@ -114,10 +114,6 @@ impl Harness for Bench {
         Arc::new(self.client.clone())
     }
 
-    fn takes_several_keys(&self) -> bool {
-        true
-    }
-
     fn now_ms(&self) -> i64 {
         self.stored.now_ms()
     }

@@ -9,9 +9,9 @@ use postgres::NoTls;
 use r2d2_postgres::PostgresConnectionManager;
 
 use crate::support::calls::{asking_hourly, asking_often, either_form, ms, renewing_often};
-use crate::support::leases::while_asleep;
+use crate::support::leases::{hold_inserts, while_asleep};
 use crate::support::listeners::{listeners, patient, wait_for_listener, watched};
-use crate::support::{Action, LIMIT, Place, Proxy, place, together, unique, wait_until};
+use crate::support::{Action, Call, LIMIT, Place, Proxy, id, place, together, unique, wait_until};
 use syncguard::backend::Heard;
 use syncguard::{
     CancelToken, ErrorCode, ExtendResult, LockGuard, LockOptions, Lookup, LostReason, PgLockClient,
@@ -21,6 +21,11 @@ use syncguard::{
 /// The key of a permit, which no call takes for one.
 fn permit(name: &str, number: u32) -> String {
     format!("{name}\u{2126}{number}")
+}
+
+/// Only a call of this process ends the wait in time.
+fn asking_rarely() -> LockOptions {
+    asking_hourly().timeout(LIMIT)
 }
 
 fn semaphore(place: &Place, limit: u32) -> Semaphore {
@@ -167,6 +172,31 @@ fn one_counter_under_a_fenced_transaction_is_no_reason_to_answer_none() {
 }
 
 #[test]
+fn a_row_that_comes_after_the_look_is_not_overwritten() {
+    let place = place();
+    let reports = semaphore(&place, 1);
+    drop(reports.acquire().unwrap());
+    let mut gate = place.schema.client();
+    hold_inserts(&mut gate);
+    let app = unique();
+    let late = place.named(&app).semaphore(reports.name(), 1).unwrap();
+    let call = Call::start(&app, move || late.try_acquire().unwrap().map(|guard| guard.permit()));
+    call.wait_until_blocked(&place.stored);
+    // Written by another, who does not queue and whom no trigger stops.
+    place.stored.run("SET session_replication_role = replica");
+    let key = permit(reports.name(), 1);
+    let now = place.stored.now_ms();
+    let sql = "INSERT INTO syncguard_locks (key, lock_id, expires_at_ms, acquired_at_ms, fence, user_key) \
+               VALUES ($1, $2, $3, $4, '000000000000009', $1)";
+    // The row alone: the call has the counter locked.
+    place.stored.client().execute(sql, &[&key, &id("other"), &(now + 30_000), &now]).unwrap();
+    gate.batch_execute("COMMIT").unwrap();
+    assert_eq!(call.join(), None, "the permit is held");
+    assert_eq!(place.stored.row(&key).unwrap().lock_id, id("other"));
+    assert_eq!(place.stored.counter(&key), Some(1), "no fence is burnt");
+}
+
+#[test]
 fn a_dead_permit_is_taken_over_with_the_next_fence() {
     let place = place();
     for round in 0..2 {
@@ -206,7 +236,7 @@ fn a_permit_is_renewed_extended_fenced_and_lost_like_a_lock() {
     place.stored.remove(guard.key());
     let sql = "UPDATE syncguard_fence_counters SET fence = 7 WHERE fence_key = $1";
     place.stored.client().execute(sql, &[&format!("fence:{}", guard.key())]).unwrap();
-    place.stored.write(guard.key(), &crate::support::id("newer"), 30_000, 7);
+    place.stored.write(guard.key(), &id("newer"), 30_000, 7);
     assert!(guard.lost().wait_timeout(LIMIT), "permit {number}");
     match guard.lost_reason() {
         Some(LostReason::TakenOver { fence }) => assert_eq!(fence.get(), 7),
@@ -226,7 +256,7 @@ fn a_release_of_any_permit_wakes_the_first_waiter_of_this_process() {
         let freed = if last { held.pop().unwrap() } else { held.remove(0) };
         let number = freed.permit();
         // The next look would come in an hour.
-        let next = while_asleep(|| reports.acquire_with(&asking_hourly()).unwrap(), || drop(freed));
+        let next = while_asleep(|| reports.acquire_with(&asking_rarely()).unwrap(), || drop(freed));
         assert_eq!(next.permit(), number);
     }
 }
@@ -237,8 +267,8 @@ fn waiters_for_a_semaphore_and_for_the_lock_of_its_name_do_not_queue_behind_each
     let reports = semaphore(&place, 1);
     let (lock, held) = (place.client.lock(reports.name()).unwrap(), reports.acquire().unwrap());
     thread::scope(|scope| {
-        let waits = scope.spawn(|| place.client.lock_with(reports.name(), &asking_hourly()).unwrap());
-        let next = while_asleep(|| reports.acquire_with(&asking_hourly()).unwrap(), || drop(held));
+        let waits = scope.spawn(|| place.client.lock_with(reports.name(), &asking_rarely()).unwrap());
+        let next = while_asleep(|| reports.acquire_with(&asking_rarely()).unwrap(), || drop(held));
         assert!(next.is_held() && !waits.is_finished());
         drop(lock);
         assert!(waits.join().unwrap().is_held());
@@ -292,7 +322,7 @@ fn a_token_ends_each_call_without_effect() {
     let token = CancelToken::new();
     let reports = place.client.cancellable(&token).semaphore(&place.key("reports"), 1).unwrap();
     let held = reports.acquire().unwrap();
-    let error = while_asleep(|| reports.acquire_with(&asking_hourly()).unwrap_err(), || token.cancel());
+    let error = while_asleep(|| reports.acquire_with(&asking_rarely()).unwrap_err(), || token.cancel());
     assert_eq!(error.code(), ErrorCode::Aborted);
     for error in [reports.try_acquire().unwrap_err(), reports.in_use().unwrap_err()] {
         assert_eq!(error.code(), ErrorCode::Aborted);

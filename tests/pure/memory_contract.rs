@@ -19,10 +19,6 @@ impl Harness for Memory {
         (self.client)(self.store.clone())
     }
 
-    fn takes_several_keys(&self) -> bool {
-        true
-    }
-
     fn now_ms(&self) -> i64 {
         self.store.server_time()
     }
