@@ -12,7 +12,7 @@ impl PgLockClient {
     ///
     /// The term is the plain lease of the key: renewed while `lead` runs, released when it is left. A leader
     /// that leaves in order is followed as soon as another candidate hears of it; one whose process dies, after
-    /// the ttl and a second. See [`LockClient::elect`] for everything else, also for errors.
+    /// the ttl and a second. See [`LockClient::elect`](crate::LockClient::elect) for everything else, also for errors.
     ///
     /// ```no_run
     /// # fn next_job() {}
@@ -50,7 +50,7 @@ impl PgLockClient {
     }
 
     /// Who leads, by the server's clock and no other: the term of whoever holds the key, or `None`. One
-    /// plain read; see [`LockClient::leader`].
+    /// plain read; see [`LockClient::leader`](crate::LockClient::leader).
     ///
     /// ```no_run
     /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;

@@ -69,7 +69,7 @@ impl Run {
     ///
     /// # Errors
     ///
-    /// Those of [`LockGuard::fence_transaction`]; `Aborted` also where an earlier transaction has completed this
+    /// Those of [`LockGuard::fence_transaction`](crate::LockGuard::fence_transaction); `Aborted` also where an earlier transaction has completed this
     /// run; `InvalidArgument` where the slot was claimed at the start, or the leases are not in a database. After
     /// any of them but `InvalidArgument` the transaction can only be rolled back.
     ///

@@ -6,6 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt::{Debug, Display};
+use std::ops::ControlFlow;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -13,7 +14,7 @@ use crate::support::{LIMIT, TTL, logs, wait_until};
 use syncguard::backend::{Attempt, Clock, Renewal};
 use syncguard::{
     AdvisoryKey, AdvisoryOptions, CancelToken, ClientSettings, ErrorCode, Fence, LockBackend, LockClient,
-    LockError, LockOptions, Lookup, MemoryBackend, PgLockClient, TelemetryOptions, with_telemetry,
+    LockError, LockOptions, Lookup, MemoryBackend, PgLockClient, Slot, TelemetryOptions, with_telemetry,
 };
 
 const KEY: &str = "MARKER-key@example.com";
@@ -68,6 +69,27 @@ fn public_types() -> Vec<String> {
         name.chars().next().is_some_and(char::is_uppercase) && name.chars().any(char::is_lowercase)
     };
     names.filter(is_type).collect()
+}
+
+/// Several keys, permits, terms and runs, on keys of their own.
+fn other_capabilities(client: &PgLockClient, shown: &mut Shown) {
+    let (set, term) = (format!("{KEY} set"), format!("{KEY} term"));
+    let options = LockOptions::new();
+    shown.debug("MultiGuard", &client.lock_all(&[&set]).unwrap());
+    shown.debug("Semaphore", &client.semaphore(KEY, 2).unwrap());
+    let led = client.elect(&term, &options, |led| {
+        shown.debug("Term", led);
+        shown.debug("Leader", &client.leader(&term).unwrap());
+        ControlFlow::Break(())
+    });
+    led.unwrap();
+    let slot = Slot::number(1);
+    shown.debug("Slot", &slot);
+    let ran = client.run_once(&format!("{KEY} run"), slot, &options, |run| {
+        shown.debug("Run", run);
+        Ok::<_, ()>(())
+    });
+    shown.debug("RunOnce", &ran.unwrap());
 }
 
 #[test]
@@ -132,6 +154,7 @@ fn no_public_type_shows_a_key_a_lock_id_or_a_password() {
     let guard = client.lock(KEY).unwrap();
     ids.push(guard.lock_id().to_owned());
     shown.debug("LockGuard", &guard);
+    other_capabilities(&client, &mut shown);
 
     // A release that fails.
     let mut stranger = schema.client();
