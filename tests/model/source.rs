@@ -6,7 +6,7 @@ const STATEMENTS: [(&str, &str); 26] = [
     ("contenders queue", "pg_catalog.pg_advisory_xact_lock("),
     ("a live row is looked at, and left alone", "WHERE l.key {EQ} $1 AND l.lock_id {NE} $3 AND {alive})"),
     ("a free row is locked by its key", "NOT EXISTS (SELECT 1 FROM look) FOR UPDATE OF l)"),
-    ("the same in one message", "(l.lock_id {EQ} $4 OR NOT {alive}) FOR UPDATE OF l)"),
+    ("the same in one message", "(l.lock_id {EQ} $4 OR NOT {alive}){condition} FOR UPDATE OF l)"),
     (
         "a row that is somebody's is contention",
         "(SELECT {COUNT} FROM {locks} AS l WHERE l.key {EQ} $1) {EQ} (SELECT {COUNT} FROM cur)",
