@@ -8,10 +8,13 @@
 //! | `unavailable` | a key is refused only while somebody may hold it: its ttl, the tolerance and a time to recover |
 //! | `late` | every call returns within its bound and a second, unless its process was paused |
 //! | `unlocked` | no decision was taken, by its clock, while a stranger held the key's row |
+//!
+//! Those of sets, permits, leaders and runs: [`kind_rules`](super::kind_rules).
 
 use std::collections::BTreeMap;
 
-use super::history::{Blocked, History, MS, Op, Outcome, What};
+use super::history::{Blocked, History, MS, Op, Outcome, What, base};
+use super::kind_rules;
 
 #[derive(Clone, Debug)]
 pub struct Violation {
@@ -35,11 +38,15 @@ pub fn check(history: &History, allow: Allow) -> Vec<Violation> {
     unavailable(history, allow, &mut found);
     late(history, &mut found);
     unlocked(history, &mut found);
+    kind_rules::check(history, &mut found);
     found
 }
 
 /// Groups by key.
-fn by_key<'a, T>(items: impl Iterator<Item = T>, key: impl Fn(&T) -> &'a str) -> BTreeMap<&'a str, Vec<T>> {
+pub fn by_key<'a, T>(
+    items: impl Iterator<Item = T>,
+    key: impl Fn(&T) -> &'a str,
+) -> BTreeMap<&'a str, Vec<T>> {
     let mut groups: BTreeMap<&str, Vec<T>> = BTreeMap::new();
     for item in items {
         groups.entry(key(&item)).or_default().push(item);
@@ -73,7 +80,7 @@ fn overlap(history: &History, found: &mut Vec<Violation>) {
     }
 }
 
-fn granted(op: &Op) -> Option<u64> {
+pub fn granted(op: &Op) -> Option<u64> {
     match op.outcome {
         Outcome::Ok { number, .. } if op.what == What::Acquire => Some(number),
         _ => None,
@@ -134,27 +141,30 @@ fn registers(history: &History, found: &mut Vec<Violation>) {
 fn unavailable(history: &History, allow: Allow, found: &mut Vec<Violation>) {
     let slack = 1000 * MS + allow.recovery;
     // When somebody may have held a key: from where an operation was sent, or was believed, for a ttl.
-    let mut reasons: BTreeMap<&str, Vec<(u64, u64)>> = BTreeMap::new();
+    let mut reasons: BTreeMap<&str, (Vec<u64>, Vec<u64>)> = BTreeMap::new();
+    let mut reason = |key, from, to| {
+        let (begins, ends) = reasons.entry(base(key)).or_default();
+        begins.push(from);
+        ends.push(to);
+    };
     for op in &history.ops {
         let refused = matches!(op.outcome, Outcome::Refused | Outcome::Failed(_));
         let until = if op.recv == u64::MAX { op.send + op.bound } else { op.recv };
         let end = until + slack + if refused || op.what == What::Release { 0 } else { op.ttl };
         // Whoever asks keeps others out for as long as it asks.
-        if matches!(op.what, What::Acquire | What::Extend | What::Release) {
-            reasons.entry(&op.key).or_default().push((op.send, if refused { until } else { end }));
+        if matches!(op.what, What::Acquire | What::Extend | What::Release | What::Finish) {
+            reason(&op.key, op.send, if refused { until } else { end });
         }
     }
     for hold in &history.beliefs {
-        reasons.entry(&hold.key).or_default().push((hold.from, hold.to + hold.ttl + slack));
+        reason(&hold.key, hold.from, hold.to + hold.ttl + slack);
     }
-    for list in reasons.values_mut() {
-        list.sort_unstable();
-        let mut latest = 0;
-        for (_, end) in list {
-            latest = latest.max(*end);
-            *end = latest;
-        }
+    for (begins, ends) in reasons.values_mut() {
+        begins.sort_unstable();
+        ends.sort_unstable();
     }
+    // A set is refused with reason if one of its keys is.
+    let mut sets: BTreeMap<u64, (&Op, bool)> = BTreeMap::new();
     for op in &history.ops {
         // A wait that timed out may have met something else than a holder, while there was a fault.
         let disturbed = || history.disturbed.iter().any(|(from, to)| *from < op.recv && op.send < *to);
@@ -163,16 +173,23 @@ fn unavailable(history: &History, allow: Allow, found: &mut Vec<Violation>) {
         if op.what != What::Acquire || !refused {
             continue;
         }
-        // Itself is no reason: it starts at `send`.
-        let Some(list) = reasons.get(op.key.as_str()) else { continue };
-        let others = list.partition_point(|(from, _)| *from < op.send);
-        let during = list.partition_point(|(from, _)| *from < op.recv);
-        let held = others > 0 && list[others - 1].1 >= op.send || during > others + 1;
-        if !held {
-            let text = format!("{}: refused although nobody can hold it", op.key);
-            found.push(Violation { rule: "unavailable", text, at: op.recv });
+        // So many others were there at some time of the call. Itself is no reason.
+        let Some((begins, ends)) = reasons.get(base(&op.key)) else { continue };
+        let there = begins.partition_point(|from| *from < op.recv);
+        let others = there.saturating_sub(ends.partition_point(|to| *to < op.send) + 1);
+        let held = u64::try_from(others).unwrap_or(0) >= op.limit.max(1);
+        match op.set {
+            Some((set, _)) => sets.entry(set).or_insert((op, false)).1 |= held,
+            None if held => {}
+            None => found.push(unreasoned(op)),
         }
     }
+    found.extend(sets.values().filter(|(_, held)| !held).map(|(op, _)| unreasoned(op)));
+}
+
+fn unreasoned(op: &Op) -> Violation {
+    let text = format!("{}: refused although nobody can hold it", op.key);
+    Violation { rule: "unavailable", text, at: op.recv }
 }
 
 /// How long a call took, pauses of its process not counted; `None` if it was never answered.
@@ -245,6 +262,8 @@ mod tests {
             recv: recv * MS,
             bound: 50 * MS,
             outcome,
+            set: None,
+            limit: 0,
         }
     }
 
@@ -306,6 +325,20 @@ mod tests {
         };
         finds(&with(1109), None);
         finds(&with(1111), Some("unavailable"));
+        // Of a set, one key with a reason is enough; of a semaphore, all permits have to have one.
+        let mut history = with(1111);
+        history.ops.push(op(What::Acquire, 0, 1050, 1115, ok(9)));
+        history.ops[2].key = "other".to_owned();
+        history.ops[1].set = Some((1, 0));
+        finds(&history, Some("unavailable"));
+        history.ops.push(Op { key: "other".to_owned(), set: Some((1, 1)), ..history.ops[1].clone() });
+        finds(&history, None);
+        let mut history = with(1109);
+        history.ops[0].key = "k#1".to_owned();
+        history.ops[1].limit = 2;
+        finds(&history, Some("unavailable"));
+        history.ops.push(Op { key: "k#2".to_owned(), ..history.ops[0].clone() });
+        finds(&history, None);
     }
 
     #[test]

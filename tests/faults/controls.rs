@@ -29,6 +29,7 @@ fn is_caught(missing: &'static str, fenced: bool, faults: &[Fault], rule: &str) 
             faults,
             without: missing,
             practice: false,
+            kinds: false,
             fenced,
             seed: crate::seed() + n,
             operation: 700,
@@ -188,7 +189,19 @@ fn belief(process: u32, fence: u64) -> Belief {
 
 fn answered(process: u32, outcome: Outcome) -> Op {
     let (key, send) = ("k".to_owned(), now());
-    Op { process, what: What::Extend, key, fence: 0, ttl: 0, send, recv: send, bound: 0, outcome }
+    Op {
+        process,
+        what: What::Extend,
+        key,
+        fence: 0,
+        ttl: 0,
+        send,
+        recv: send,
+        bound: 0,
+        outcome,
+        set: None,
+        limit: 0,
+    }
 }
 
 fn holding_the_row<'a>(call: &'a str, messages: &'a str, ends_in_ms: i64) -> Race<'a> {
@@ -315,6 +328,7 @@ fn without_the_advisory_lock_nothing_is_wrong() {
         faults: &faults,
         without: "advisory-lock",
         practice: false,
+        kinds: false,
         fenced: true,
         seed: crate::seed(),
         operation: 700,

@@ -17,6 +17,10 @@ pub enum What {
     Release,
     /// To a register that keeps the greatest fence it has seen, or in a fenced transaction.
     Write,
+    /// The end of a run, which marks its slot: that is its number.
+    Finish,
+    /// A look at who leads: the number is the term.
+    Observe,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -39,7 +43,7 @@ pub struct Op {
     pub process: u32,
     pub what: What,
     pub key: String,
-    /// Of the lease that it is about; zero for an acquire.
+    /// Of the lease that it is about; the slot that a run is asked for; zero for any other acquire.
     pub fence: u64,
     /// How long the lease lasts from here on.
     pub ttl: u64,
@@ -48,6 +52,26 @@ pub struct Op {
     /// How long the call may take, in nanoseconds.
     pub bound: u64,
     pub outcome: Outcome,
+    /// The call for several keys that it is a part of, and its place there.
+    pub set: Option<(u64, usize)>,
+    /// How many permits the semaphore has, for an acquire of one: its key is the semaphore's, or that of the
+    /// permit once it is known.
+    pub limit: u64,
+}
+
+/// The semaphore of a permit; any other key is its own.
+pub fn base(key: &str) -> &str {
+    key.split_once('#').map_or(key, |(name, _)| name)
+}
+
+/// A job began to run.
+#[derive(Clone, Debug)]
+pub struct Run {
+    pub process: u32,
+    pub job: String,
+    pub slot: u64,
+    /// When the run was asked for.
+    pub asked: u64,
 }
 
 /// A holder found itself to be one, at two times and so between them.
@@ -86,6 +110,11 @@ pub struct History {
     pub disturbed: Vec<(u64, u64)>,
     /// The registers at the end: key and value.
     pub registers: HashMap<String, u64>,
+    pub runs: Vec<Run>,
+    /// The effects of jobs at the end: job and slot of each.
+    pub effects: Vec<(String, u64)>,
+    /// The counters at the end, by key.
+    pub counters: HashMap<String, u64>,
 }
 
 /// Reads one process's lines.
@@ -94,6 +123,8 @@ pub struct Reader {
     process: u32,
     open: HashMap<String, Op>,
     held: HashMap<(String, u64), usize>,
+    /// The last time that a line told.
+    latest: u64,
 }
 
 impl Reader {
@@ -101,7 +132,8 @@ impl Reader {
         Self { process, ..Self::default() }
     }
 
-    /// `S n what key fence ttl bound time`, `E n time outcome…`, `H key fence ttl time`.
+    /// `S n what key fence ttl bound time limit`, `E n time outcome…`, `H key fence ttl time`, `J job slot time`.
+    /// Several keys stand with `+` between them, and so do their fences with `,`.
     pub fn line(&mut self, line: &str, into: &mut History) {
         let words: Vec<&str> = line.split(' ').collect();
         let number = |at: usize| words.get(at).and_then(|word| word.parse::<u64>().ok()).unwrap_or(0);
@@ -111,6 +143,8 @@ impl Reader {
                     "acquire" => What::Acquire,
                     "extend" => What::Extend,
                     "release" => What::Release,
+                    "finish" => What::Finish,
+                    "observe" => What::Observe,
                     _ => What::Write,
                 };
                 let op = Op {
@@ -123,12 +157,16 @@ impl Reader {
                     send: number(7),
                     recv: u64::MAX,
                     outcome: Outcome::Pending,
+                    set: key.contains('+').then(|| (u64::from(self.process) << 32 | number(1), 0)),
+                    limit: number(8),
                 };
+                self.latest = op.send;
                 self.open.insert((*n).to_owned(), op);
             }
             ["E", n, _, outcome, ..] => {
                 let Some(mut op) = self.open.remove(*n) else { return };
                 op.recv = number(2);
+                self.latest = op.recv;
                 op.outcome = match *outcome {
                     "ok" => {
                         Outcome::Ok { number: number(4), decided_ms: i64::try_from(number(5)).unwrap_or(0) }
@@ -137,7 +175,14 @@ impl Reader {
                     "unknown" => Outcome::Unknown(words.get(4).and_then(|word| word.parse().ok())),
                     code => Outcome::Failed(code.to_owned()),
                 };
-                into.ops.push(op);
+                if number(6) > 0 {
+                    op.key = format!("{}#{}", op.key, number(6));
+                }
+                parts(op, words.get(4).copied().unwrap_or_default(), into);
+            }
+            ["J", job, ..] => {
+                let (process, job, slot, asked) = (self.process, (*job).to_owned(), number(2), number(3));
+                into.runs.push(Run { process, job, slot, asked });
             }
             ["H", key, ..] => {
                 let (fence, ttl, time) = (number(2), number(3), number(4));
@@ -147,13 +192,69 @@ impl Reader {
                     into.beliefs.len() - 1
                 });
                 into.beliefs[at].to = time;
+                self.latest = time;
             }
             _ => {}
         }
     }
 
-    /// The process has ended: what it had begun stays without an answer.
+    /// The process has ended: what it had begun stays without an answer. A call without a bound may have been
+    /// granted until then.
     pub fn end(self, into: &mut History) {
-        into.ops.extend(self.open.into_values());
+        for mut op in self.open.into_values() {
+            if op.bound == 0 && op.what == What::Acquire {
+                op.bound = self.latest.saturating_sub(op.send);
+            }
+            parts(op, "", into);
+        }
     }
+}
+
+/// One operation per key, each with the fence of its own.
+fn parts(op: Op, fences: &str, into: &mut History) {
+    let Some((set, _)) = op.set else {
+        into.ops.push(op);
+        return;
+    };
+    let mut fences = fences.split(',');
+    for (place, key) in op.key.split('+').enumerate() {
+        let mut part = Op { key: key.to_owned(), set: Some((set, place)), ..op.clone() };
+        if let (Outcome::Ok { .. }, What::Acquire) = (&op.outcome, &op.what) {
+            let fence = fences.next().and_then(|fence| fence.parse().ok());
+            let missing = || Outcome::Failed("NotGranted".to_owned());
+            part.outcome = fence.map_or_else(missing, |number| Outcome::Ok { number, decided_ms: 0 });
+        }
+        into.ops.push(part);
+    }
+}
+
+#[test]
+fn the_keys_of_a_set_are_told_apart_and_a_permit_gets_its_number() {
+    let (mut reader, mut history) = (Reader::new(7), History::default());
+    for line in [
+        "S 1 acquire a+b 0 100 50 10",
+        "E 1 20 ok 3,4 0",
+        "S 2 acquire sem 0 100 50 30 3",
+        "E 2 40 ok 9 0 2",
+        "S 3 acquire a+c 0 100 50 50",
+        "E 3 60 ok 5 0",
+        "S 4 acquire lead 0 100 0 70",
+        "H sem#2 9 100 90",
+        "J job 8 95",
+    ] {
+        reader.line(line, &mut history);
+    }
+    reader.end(&mut history);
+    let told: Vec<_> = history
+        .ops
+        .iter()
+        .map(|op| match &op.outcome {
+            Outcome::Ok { number, .. } => format!("{} {number}", op.key),
+            other => format!("{} {other:?} {}", op.key, op.bound),
+        })
+        .collect();
+    assert_eq!(told, ["a 3", "b 4", "sem#2 9", "a 5", "c Failed(\"NotGranted\") 50", "lead Pending 20"]);
+    assert_eq!(history.ops.iter().map(|op| op.limit).max(), Some(3));
+    assert_eq!((history.ops[0].set, history.ops[1].set), (Some((7 << 32 | 1, 0)), Some((7 << 32 | 1, 1))));
+    assert_eq!((history.beliefs[0].key.as_str(), history.runs[0].slot), ("sem#2", 8));
 }

@@ -1,17 +1,20 @@
-//! The worker process of a storm: threads that lock, believe, write and let go, and print all of it.
+//! The worker process of a storm: threads that lock, believe, write and let go, and print all of it. What they do
+//! beside plain locks: [`kinds`](crate::kinds).
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use postgres::{Client, NoTls};
+use postgres::{Client, Transaction};
 use syncguard::{
-    AcquireResult, Acquired, ExtendResult, Heartbeat, LockError, LockGuard, LockOptions, PgLockClient,
-    ReleaseResult,
+    AcquireResult, Acquired, CancelToken, ExtendResult, Heartbeat, LockError, LockGuard, LockOptions,
+    PgLockClient,
 };
 
 use crate::history::{MS, now};
+use crate::registers::{connect, write_fenced, write_kept};
 use crate::support::worker::{self, Parent};
+use crate::told::{as_ns, extended, failed, granted, released, shown};
 
 /// Does nothing but in a process that a storm has started.
 #[test]
@@ -33,17 +36,28 @@ fn run(parent: &Parent) {
         .connect(&parent.arg("url"))
         .expect("nothing is sent yet");
     let (stop, fenced, practises) = (AtomicBool::new(false), number("fenced") == 1, number("practice") == 1);
-    let (next, direct) = (AtomicU64::new(0), parent.arg("direct"));
+    let (next, direct, over) = (AtomicU64::new(0), parent.arg("direct"), CancelToken::new());
+    let kinds = number("kinds") == 1;
     let seed = number("seed");
     parent.say("ready");
     thread::scope(|scope| {
         for n in 0..number("threads") {
-            let (client, stop, next, direct) = (&client, &stop, &next, &direct);
+            let (client, stop, next, direct, over) = (&client, &stop, &next, &direct, &over);
             scope.spawn(move || {
                 let random =
                     Random(seed.wrapping_mul(1000).wrapping_add(n + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
-                let mut holder =
-                    Holder { parent, client, next, direct, fenced, operation, random, sql: None };
+                let mut holder = Holder {
+                    parent,
+                    client,
+                    next,
+                    direct,
+                    fenced,
+                    kinds,
+                    over,
+                    operation,
+                    random,
+                    sql: None,
+                };
                 while !stop.load(Ordering::SeqCst) {
                     holder.cycle();
                     if practises && holder.random.below(10) == 0 {
@@ -54,6 +68,7 @@ fn run(parent: &Parent) {
         }
         parent.hear();
         stop.store(true, Ordering::SeqCst);
+        over.cancel();
     });
     let closed = client.close(Duration::from_secs(5));
     drop(client);
@@ -81,34 +96,39 @@ impl Random {
     }
 }
 
-struct Holder<'a> {
+pub struct Holder<'a> {
     parent: &'a Parent,
-    client: &'a PgLockClient,
+    pub client: &'a PgLockClient,
     next: &'a AtomicU64,
     direct: &'a str,
     fenced: bool,
+    /// Whether it takes sets and permits, campaigns and runs jobs, too.
+    kinds: bool,
+    /// Fires when the storm is over: a campaign has no limit.
+    pub over: &'a CancelToken,
     /// The limit of every single operation.
-    operation: Duration,
-    random: Random,
-    sql: Option<Client>,
-}
-
-fn failed(error: &LockError) -> String {
-    if error.is_outcome_unknown() { "unknown -".to_owned() } else { error.code().to_string() }
+    pub operation: Duration,
+    pub random: Random,
+    pub sql: Option<Client>,
 }
 
 impl Holder<'_> {
     fn cycle(&mut self) {
+        if self.kinds && self.random.below(2) == 0 {
+            self.kind();
+            return;
+        }
         if self.random.below(4) == 0 {
             self.patient();
             return;
         }
         let key = match self.random.below(10) {
+            0 if self.kinds => self.key_of_a_kind(),
             0..6 => format!("hot{}", self.random.below(3)),
             // One that nobody has used before: there is no row and no counter.
             _ => format!("slot{}", now() / (150 * MS)),
         };
-        let ttl = Duration::from_millis([300, 600, 1500][usize::try_from(self.random.below(3)).unwrap_or(0)]);
+        let ttl = self.ttl();
         if self.random.below(4) == 0 {
             self.single(&key, ttl);
         } else {
@@ -117,20 +137,43 @@ impl Holder<'_> {
         thread::sleep(Duration::from_millis(1 + self.random.below(12)));
     }
 
+    pub fn ttl(&mut self) -> Duration {
+        Duration::from_millis([300, 600, 1500][usize::try_from(self.random.below(3)).unwrap_or(0)])
+    }
+
     /// Says that a call begins; the answer says how it ended.
-    fn op<R>(
+    pub fn op<R>(
         &self,
-        (what, key, fence, ttl): (&str, &str, u64, Duration),
+        what: (&str, &str, u64, Duration),
         bound: Duration,
         call: impl FnOnce() -> R,
         outcome: impl FnOnce(&R) -> String,
     ) -> R {
-        let n = self.next.fetch_add(1, Ordering::SeqCst);
-        let (ttl, bound) = (ttl.as_nanos(), bound.as_nanos());
-        self.parent.say(&format!("S {n} {what} {key} {fence} {ttl} {bound} {}", now()));
+        let n = self.begin(what, bound, 0);
         let result = call();
-        self.parent.say(&format!("E {n} {} {}", now(), outcome(&result)));
+        self.end(n, &outcome(&result));
         result
+    }
+
+    /// Says that a call begins, whose end is said later. Of a semaphore with so many permits.
+    pub fn begin(
+        &self,
+        (what, key, fence, ttl): (&str, &str, u64, Duration),
+        bound: Duration,
+        limit: u32,
+    ) -> u64 {
+        let n = self.next.fetch_add(1, Ordering::SeqCst) + 1;
+        let (ttl, bound) = (ttl.as_nanos(), bound.as_nanos());
+        self.say(&format!("S {n} {what} {key} {fence} {ttl} {bound} {} {limit}", now()));
+        n
+    }
+
+    pub fn end(&self, n: u64, outcome: &str) {
+        self.say(&format!("E {n} {} {outcome}", now()));
+    }
+
+    pub fn say(&self, line: &str) {
+        self.parent.say(line);
     }
 
     /// The operations without a guard.
@@ -227,7 +270,7 @@ impl Holder<'_> {
     }
 
     /// For how long a lease is to be extended: the same, or shorter, or longer.
-    fn asked(&mut self, ttl: Duration) -> Duration {
+    pub fn asked(&mut self, ttl: Duration) -> Duration {
         [ttl, ttl / 5, ttl * 2][usize::try_from(self.random.below(3)).unwrap_or(0)]
     }
 
@@ -235,7 +278,8 @@ impl Holder<'_> {
     /// go by the driver's own prepared statements.
     fn practise(&mut self, key: &str) {
         for _ in 0..40 {
-            if !self.practised(key, Duration::from_millis(300)) {
+            let ttl = Duration::from_millis(300);
+            if !self.practised(key, ttl) || self.kinds && !self.practised_kinds(key, ttl) {
                 return;
             }
         }
@@ -269,10 +313,7 @@ impl Holder<'_> {
             |result| match result {
                 Ok(AcquireResult::Acquired(it)) => granted(it.fence.get(), it.expires_at_ms, ttl),
                 Ok(AcquireResult::Locked) => "refused".to_owned(),
-                Err(error) if error.is_outcome_unknown() => {
-                    format!("unknown {}", self.is_there(error.lock_id().unwrap_or_default()))
-                }
-                Err(error) => failed(error),
+                Err(error) => self.unknown(error),
             },
         )
     }
@@ -291,35 +332,52 @@ impl Holder<'_> {
             || self.client.lock_with(key, &options),
             |result| match result {
                 Ok(guard) => granted(guard.fence().get(), guard.expires_at_ms(), ttl),
-                Err(error) if error.is_outcome_unknown() => {
-                    format!("unknown {}", self.is_there(error.lock_id().unwrap_or_default()))
-                }
-                Err(error) => failed(error),
+                Err(error) => self.unknown(error),
             },
         )
     }
 
+    /// A failure, and for an unknown outcome what is in the table.
+    pub fn unknown(&self, error: &LockError) -> String {
+        if error.is_outcome_unknown() {
+            return format!("unknown {}", self.is_there(error.lock_id().unwrap_or_default()));
+        }
+        failed(error)
+    }
+
     fn guarded(&mut self, key: &str, ttl: Duration) {
-        let heartbeat =
-            if self.random.below(4) == 0 || !self.fenced { Heartbeat::Off } else { Heartbeat::Auto };
+        let (heartbeat, wait) = (self.heartbeat(), self.wait());
+        if let Ok(guard) = self.lock(key, (ttl, wait), heartbeat) {
+            self.keep(guard, ttl);
+        }
+    }
+
+    pub fn heartbeat(&mut self) -> Heartbeat {
+        if self.random.below(4) == 0 || !self.fenced { Heartbeat::Off } else { Heartbeat::Auto }
+    }
+
+    pub fn wait(&mut self) -> Duration {
         // With all of its time a call has nothing to state beside its statement.
-        let wait = if self.random.below(2) == 0 { self.operation } else { self.operation * 4 / 7 };
-        let Ok(guard) = self.lock(key, (ttl, wait), heartbeat) else { return };
+        if self.random.below(2) == 0 { self.operation } else { self.operation * 4 / 7 }
+    }
+
+    /// Holds it for a while, and lets go of it in one of the ways that there are.
+    pub fn keep(&mut self, guard: LockGuard, ttl: Duration) {
         self.hold(&guard, ttl);
-        let fence = guard.fence().get();
+        let (key, fence) = (shown(guard.key()), guard.fence().get());
         match self.random.below(12) {
             0 => drop(guard.leak()),
             1 => drop(guard),
             _ => {
-                let _ = self.op(("release", key, fence, ttl), self.operation, || guard.release(), released);
+                let _ = self.op(("release", &key, fence, ttl), self.operation, || guard.release(), released);
             }
         }
     }
 
     /// What a holder does: looks whether it still is one, writes, extends.
     fn hold(&mut self, guard: &LockGuard, ttl: Duration) {
-        let (key, fence) = (guard.key().to_owned(), guard.fence().get());
-        let rounds = if self.random.below(8) == 0 { 150 } else { self.random.below(20) };
+        let (key, fence) = (shown(guard.key()), guard.fence().get());
+        let rounds = self.rounds();
         let mut longest = ttl;
         for _ in 0..rounds {
             if !self.believe(&key, fence, ttl, || guard.is_held()) {
@@ -342,8 +400,13 @@ impl Holder<'_> {
         }
     }
 
+    /// How often a holder looks at what it has.
+    pub fn rounds(&mut self) -> u64 {
+        if self.random.below(8) == 0 { 150 } else { self.random.below(20) }
+    }
+
     /// The time is taken before the look, so that no pause between them makes a belief of nothing.
-    fn believe(&self, key: &str, fence: u64, ttl: Duration, holds: impl FnOnce() -> bool) -> bool {
+    pub fn believe(&self, key: &str, fence: u64, ttl: Duration, holds: impl FnOnce() -> bool) -> bool {
         let at = now();
         let holds = holds();
         if holds {
@@ -354,23 +417,42 @@ impl Holder<'_> {
 
     fn write(&mut self, guard: &LockGuard, ttl: Duration) {
         let in_transaction = self.random.below(2) == 0;
-        let (key, fence) = (guard.key().to_owned(), guard.fence().get());
+        let (key, fence) = (shown(guard.key()), guard.fence().get());
         let register = format!("{}:{key}", if in_transaction { "T" } else { "F" });
         // Where no fence protects, a nap that outlives lease and tolerance does the damage of a pause.
         let longest = if self.fenced || in_transaction { 25 } else { 2500 };
         let nap = Duration::from_millis(self.random.below(longest));
-        let mut sql = self.sql.take().or_else(|| connect(self.direct));
         let fenced = self.fenced;
-        let call = || {
-            let sql = sql.as_mut()?;
-            Some(if in_transaction {
-                write_fenced(sql, guard, &register, nap)
+        self.write_to(&register, (fence, ttl), |sql| {
+            if in_transaction {
+                write_fenced(sql, |transaction| guard.fence_transaction(transaction), &register, nap)
             } else {
                 write_kept(sql, &register, fence, nap, fenced)
-            })
-        };
+            }
+        });
+    }
+
+    /// A write to a register, in a fenced transaction.
+    pub fn write_under(
+        &mut self,
+        key: &str,
+        under: (u64, Duration),
+        fence: impl FnOnce(&mut Transaction<'_>) -> syncguard::Result<()>,
+    ) {
+        let (register, nap) = (format!("T:{key}"), Duration::from_millis(self.random.below(25)));
+        self.write_to(&register, under, |sql| write_fenced(sql, fence, &register, nap));
+    }
+
+    fn write_to(
+        &mut self,
+        register: &str,
+        (fence, ttl): (u64, Duration),
+        write: impl FnOnce(&mut Client) -> Result<Option<u64>, postgres::Error>,
+    ) {
+        let mut sql = self.connection();
+        let call = || sql.as_mut().map(write);
         let written =
-            self.op(("write", &register, fence, ttl), Duration::ZERO, call, |written| match written {
+            self.op(("write", register, fence, ttl), Duration::ZERO, call, |written| match written {
                 Some(Ok(Some(value))) => format!("ok {value}"),
                 Some(Ok(None)) => "refused".to_owned(),
                 Some(Err(_)) => "unknown -".to_owned(),
@@ -379,97 +461,16 @@ impl Holder<'_> {
         self.sql = sql.filter(|_| matches!(written, Some(Ok(_))));
     }
 
+    /// The holder's own connection, which is not the library's.
+    pub fn connection(&mut self) -> Option<Client> {
+        self.sql.take().or_else(|| connect(self.direct))
+    }
+
     /// Whether a lease of an unknown outcome is in the table.
     fn is_there(&self, lock_id: &str) -> String {
         let look =
             |sql: &mut Client| sql.query("SELECT FROM syncguard_locks WHERE lock_id = $1", &[&lock_id]).ok();
         let rows = connect(self.direct).as_mut().and_then(look);
         rows.map_or_else(|| "-".to_owned(), |rows| (!rows.is_empty()).to_string())
-    }
-}
-
-/// A register that keeps the greatest fence it has met: also a read tells it.
-fn write_kept(
-    sql: &mut Client,
-    key: &str,
-    fence: u64,
-    nap: Duration,
-    fenced: bool,
-) -> Result<Option<u64>, postgres::Error> {
-    let fence = i64::try_from(fence).unwrap_or(i64::MAX);
-    sql.execute("INSERT INTO register (key) VALUES ($1) ON CONFLICT DO NOTHING", &[&key])?;
-    let (read, write) = if fenced {
-        (
-            "UPDATE register SET fence = $2 WHERE key = $1 AND fence <= $2 RETURNING n",
-            "UPDATE register SET n = $3, fence = $2 WHERE key = $1 AND fence <= $2 RETURNING n",
-        )
-    } else {
-        (
-            "SELECT n FROM register WHERE key = $1 AND $2::int8 > 0",
-            "UPDATE register SET n = $3, fence = $2 WHERE key = $1 RETURNING n",
-        )
-    };
-    let Some(row) = sql.query_opt(read, &[&key, &fence])? else { return Ok(None) };
-    thread::sleep(nap);
-    let value = row.get::<_, i64>(0) + 1;
-    let row = sql.query_opt(write, &[&key, &fence, &value])?;
-    Ok(row.map(|row| row.get::<_, i64>(0).unsigned_abs()))
-}
-
-/// A register without fences of its own, written in fenced transactions.
-fn write_fenced(
-    sql: &mut Client,
-    guard: &LockGuard,
-    key: &str,
-    nap: Duration,
-) -> Result<Option<u64>, postgres::Error> {
-    sql.execute("INSERT INTO register (key) VALUES ($1) ON CONFLICT DO NOTHING", &[&key])?;
-    let mut transaction = sql.transaction()?;
-    if guard.fence_transaction(&mut transaction).is_err() {
-        return Ok(None);
-    }
-    let value: i64 = transaction.query_one("SELECT n FROM register WHERE key = $1", &[&key])?.get(0);
-    thread::sleep(nap);
-    transaction.execute("UPDATE register SET n = $2 WHERE key = $1", &[&key, &(value + 1)])?;
-    transaction.commit()?;
-    Ok(Some((value + 1).unsigned_abs()))
-}
-
-fn connect(url: &str) -> Option<Client> {
-    let mut config: postgres::Config = url.parse().ok()?;
-    config.connect_timeout(Duration::from_secs(1)).application_name("register");
-    let mut client = config.connect(NoTls).ok()?;
-    client.batch_execute("SET statement_timeout = '2s'").ok()?;
-    Some(client)
-}
-
-fn as_ns(time: Duration) -> u64 {
-    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
-}
-
-/// The server's clock at the decision is what is left of the expiry without the ttl.
-fn decided(expires_at_ms: i64, ttl: Duration) -> i64 {
-    expires_at_ms - i64::try_from(ttl.as_millis()).unwrap_or(0)
-}
-
-fn granted(fence: u64, expires_at_ms: i64, ttl: Duration) -> String {
-    format!("ok {fence} {}", decided(expires_at_ms, ttl))
-}
-
-/// Where a longer one was asked for before, the end may be that one's, and tells no time.
-fn extended(result: &Result<ExtendResult, LockError>, ttl: Duration, longest: Duration) -> String {
-    match result {
-        Ok(ExtendResult::Extended { .. }) if ttl < longest => "ok 0 0".to_owned(),
-        Ok(ExtendResult::Extended { expires_at_ms }) => format!("ok 0 {}", decided(*expires_at_ms, ttl)),
-        Ok(ExtendResult::NotHeld) => "refused".to_owned(),
-        Err(error) => failed(error),
-    }
-}
-
-fn released(result: &Result<ReleaseResult, LockError>) -> String {
-    match result {
-        Ok(ReleaseResult::Released) => "ok 0".to_owned(),
-        Ok(ReleaseResult::NotHeld) => "refused".to_owned(),
-        Err(error) => failed(error),
     }
 }

@@ -174,6 +174,8 @@ fn write(history: &mut History, process: u32, line: &str, tally: &mut Tally) {
         recv: now(),
         bound: 0,
         outcome,
+        set: None,
+        limit: 0,
     });
 }
 

@@ -10,12 +10,13 @@ use std::time::{Duration, Instant};
 
 use crate::checker::{Allow, Violation, check, took};
 use crate::environments::{self, Drawn};
-use crate::history::{History, MS, Outcome, Reader, What, now};
+use crate::history::{History, MS, Op, Outcome, Reader, What, now};
 use crate::holder::Random;
 use crate::safeguards::without;
 use crate::support::bouncer::Bouncer;
 use crate::support::room::Room;
 use crate::support::{Action, Config, Proxy, Server, Worker, wait::poll, worker};
+use crate::told::shown;
 use crate::weather::{ALL, Fault, POOLED, Weather};
 
 /// Worker processes of a storm.
@@ -29,6 +30,7 @@ const POOLER: [(&str, &str); 3] = [
 ];
 
 /// What a storm is made of.
+#[allow(clippy::struct_excessive_bools, reason = "each is a choice of its own")]
 pub struct Setup<'a> {
     pub seconds: u64,
     pub faults: &'a [Fault],
@@ -37,6 +39,8 @@ pub struct Setup<'a> {
     /// Whether all workers but the first practise. Connections die young here, before a statement on them
     /// is called so often that the driver prepares it; so they call all that they need often, now and then.
     pub practice: bool,
+    /// Whether sets, permits, leaders and runs are there, too.
+    pub kinds: bool,
     /// Whether the register checks fences.
     pub fenced: bool,
     pub seed: u64,
@@ -99,6 +103,7 @@ impl<'a> Crew<'a> {
             ("seed", &seed),
             ("threads", "3"),
             ("fenced", if self.setup.fenced { "1" } else { "0" }),
+            ("kinds", if self.setup.kinds { "1" } else { "0" }),
             ("practice", if self.setup.practice && place > 0 { "1" } else { "0" }),
         ];
         let test = "holder::a_holder_outside_of_a_storm_does_nothing";
@@ -168,8 +173,9 @@ pub fn run(setup: &Setup<'_>) -> Report {
         .set("max_connections", "60")
         .set("log_min_messages", "fatal");
     let server = Server::start(&config);
-    let register = "CREATE TABLE register (key text PRIMARY KEY, fence int8 NOT NULL DEFAULT 0, n int8 NOT NULL DEFAULT 0)";
-    server.client().batch_execute(register).expect("the server takes a table");
+    let tables = "CREATE TABLE register (key text PRIMARY KEY, fence int8 NOT NULL DEFAULT 0, n int8 NOT NULL DEFAULT 0); \
+                  CREATE TABLE effects (job text NOT NULL, slot int8 NOT NULL)";
+    server.client().batch_execute(tables).expect("the server takes tables");
     let client = syncguard::PgLockClient::connect(server.url()).expect("the server takes connections");
     drop(client);
     environments::create(&mut server.client());
@@ -238,6 +244,13 @@ fn ends_clean(server: &Server, history: &mut History, leaks: &mut Vec<String>) {
     for row in sql.query("SELECT key, n FROM register", &[]).expect("the server answers") {
         history.registers.insert(row.get(0), row.get::<_, i64>(1).unsigned_abs());
     }
+    for row in sql.query("SELECT job, slot FROM effects", &[]).expect("the server answers") {
+        history.effects.push((row.get(0), row.get::<_, i64>(1).unsigned_abs()));
+    }
+    let counters = "SELECT substr(fence_key, 7), fence FROM syncguard_fence_counters";
+    for row in sql.query(counters, &[]).expect("the server answers") {
+        history.counters.insert(shown(row.get(0)), row.get::<_, i64>(1).unsigned_abs());
+    }
 }
 
 /// One line per fault: the operations that were under way while it was there.
@@ -263,7 +276,7 @@ fn table(
     );
     let _ = writeln!(
         out,
-        "| fault | injected | operations | refused | failed | unknown acquires (in the table / not / nobody could look) | unknown extends / releases / writes | longest call and its bound, ms | violations |\n| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
+        "| fault | injected | operations | refused | failed | unknown acquires (in the table / not / nobody could look) | unknown extends / releases / writes / ends of runs | longest call and its bound, ms | violations |\n| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
     );
     let mut names: Vec<&str> = ALL.iter().map(|fault| fault.name()).collect();
     names.push("(none)");
@@ -271,15 +284,16 @@ fn table(
         let end = windows.partition_point(|(_, from, _)| *from <= time);
         end.checked_sub(1).map(|at| &windows[at]).filter(|(_, _, to)| time <= *to)
     };
-    let mut rows: BTreeMap<&str, [u64; 10]> = BTreeMap::new();
+    let mut rows: BTreeMap<&str, [u64; 11]> = BTreeMap::new();
     let mut worst: BTreeMap<&str, (i64, u64, u64)> = BTreeMap::new();
-    for op in &history.ops {
+    for op in history.ops.iter().filter(|op| op.set.is_none_or(|(_, place)| place == 0)) {
         let window = at(op.send).or_else(|| at(op.recv));
         let name = window.map_or("(none)", |(fault, ..)| fault.name());
         let row = rows.entry(name).or_default();
         row[0] += 1;
         match (&op.outcome, &op.what) {
             (Outcome::Refused, _) => row[1] += 1,
+            (Outcome::Failed(code), _) if code == "AlreadyDone" => row[1] += 1,
             (Outcome::Failed(_), _) => row[2] += 1,
             (Outcome::Unknown(Some(true)), What::Acquire) => row[3] += 1,
             (Outcome::Unknown(Some(false)), What::Acquire) => row[4] += 1,
@@ -287,7 +301,8 @@ fn table(
             (Outcome::Unknown(_), What::Extend) => row[6] += 1,
             (Outcome::Unknown(_), What::Release) => row[7] += 1,
             (Outcome::Unknown(_), What::Write) => row[8] += 1,
-            (Outcome::Ok { .. } | Outcome::Pending, _) => {}
+            (Outcome::Unknown(_), What::Finish) => row[10] += 1,
+            (Outcome::Ok { .. } | Outcome::Pending, _) | (_, What::Observe) => {}
         }
         if let Some(took) = took(history, op).filter(|_| op.bound > 0) {
             let beyond = (took.cast_signed() - op.bound.cast_signed()) / MS.cast_signed();
@@ -301,11 +316,11 @@ fn table(
     for name in names {
         let Some(row) = rows.get(name) else { continue };
         let injected = windows.iter().filter(|(fault, ..)| fault.name() == name).count();
-        let [all, refused, failed, there, not, unasked, extends, releases, writes, violations] = row;
+        let [all, refused, failed, there, not, unasked, extends, releases, writes, violations, runs] = row;
         let worst = worst.get(name).map_or_else(String::new, |(_, took, bound)| format!("{took} of {bound}"));
         let _ = writeln!(
             out,
-            "| {name} | {injected} | {all} | {refused} | {failed} | {there} / {not} / {unasked} | {extends} / {releases} / {writes} | {worst} | {violations} |"
+            "| {name} | {injected} | {all} | {refused} | {failed} | {there} / {not} / {unasked} | {extends} / {releases} / {writes} / {runs} | {worst} | {violations} |"
         );
     }
     let _ = writeln!(
@@ -314,6 +329,8 @@ fn table(
         counted(&proxy.counts()),
         proxy.bound()
     );
+    let kinds: Vec<_> = kinds(history).iter().map(|(what, times)| format!("{what}: {times}")).collect();
+    let _ = writeln!(out, "\nBeside plain locks: {}.", kinds.join(", "));
     let late =
         history.ops.iter().filter(|op| op.what == What::Write && op.outcome == Outcome::Refused).count();
     let _ = writeln!(
@@ -323,6 +340,25 @@ fn table(
         history.pauses.len()
     );
     out
+}
+
+/// How often each kind of lease was granted, and what the runs came to.
+pub fn kinds(history: &History) -> [(&'static str, usize); 7] {
+    let granted = |of: &dyn Fn(&Op) -> bool| {
+        let is_ok = |op: &&Op| op.what == What::Acquire && matches!(op.outcome, Outcome::Ok { .. });
+        history.ops.iter().filter(is_ok).filter(|op| of(op)).count()
+    };
+    let done =
+        history.ops.iter().filter(|op| op.what == What::Finish && matches!(op.outcome, Outcome::Ok { .. }));
+    [
+        ("sets", granted(&|op| op.set.is_some_and(|(_, place)| place == 0))),
+        ("permits", granted(&|op| op.limit > 0)),
+        ("terms and locks of leaders' keys", granted(&|op| op.key.starts_with("lead"))),
+        ("looks at leaders", history.ops.iter().filter(|op| op.what == What::Observe).count()),
+        ("runs begun", history.runs.len()),
+        ("slots done", done.count()),
+        ("effects", history.effects.len()),
+    ]
 }
 
 fn counted(counts: &BTreeMap<&'static str, u64>) -> String {
@@ -342,6 +378,7 @@ fn no_wrong_answer_under_random_faults() {
             faults: &ALL,
             without: "",
             practice: true,
+            kinds: true,
             fenced: true,
             seed: crate::seed(),
             operation: 700,
@@ -353,7 +390,7 @@ fn no_wrong_answer_under_random_faults() {
         assert!(report.violations.is_empty(), "{:#?}", &report.violations[..report.violations.len().min(20)]);
         assert!(report.leaks.is_empty(), "{:#?}", report.leaks);
         assert!(copies(&report), "{}", report.table);
-        assert!(report.history.ops.len() > 100, "something happened");
+        assert!(each_happened(&report), "{}", report.table);
         assert!(report.bound > 100, "statements that the driver has prepared were met, too");
     });
     // Its server has a small disk, which can be filled.
@@ -373,6 +410,11 @@ fn copies(report: &Report) -> bool {
         .all(|action| report.table.contains(action.name()))
 }
 
+/// Whether there were many operations, and of each kind some.
+fn each_happened(report: &Report) -> bool {
+    report.history.ops.len() > 100 && kinds(&report.history).iter().all(|(_, times)| *times > 0)
+}
+
 /// A third of the time: the copies that come late are what is different here.
 #[test]
 fn no_wrong_answer_under_random_faults_behind_a_transaction_pooler() {
@@ -381,6 +423,7 @@ fn no_wrong_answer_under_random_faults_behind_a_transaction_pooler() {
         faults: &POOLED,
         without: "",
         practice: false,
+        kinds: true,
         fenced: true,
         seed: crate::seed(),
         operation: 700,
@@ -391,7 +434,7 @@ fn no_wrong_answer_under_random_faults_behind_a_transaction_pooler() {
     assert!(report.violations.is_empty(), "{:#?}", &report.violations[..report.violations.len().min(20)]);
     assert!(report.leaks.is_empty(), "{:#?}", report.leaks);
     assert!(copies(&report), "copies came late");
-    assert!(report.history.ops.len() > 100, "something happened");
+    assert!(each_happened(&report), "{}", report.table);
     assert_eq!(report.bound, 0, "nothing is prepared by the driver behind a pooler");
     if let Ok(page) = std::env::var("SYNCGUARD_FAULT_PAGE") {
         let lines: Vec<String> = report.table.lines().map(str::to_owned).collect();

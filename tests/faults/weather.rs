@@ -117,6 +117,23 @@ impl Fault {
     }
 }
 
+/// Calls of sets, permits and runs that come late and twice like extends do, by name, and written out for a pooler.
+const KINDS: [&str; 13] = [
+    "EXECUTE sg_set_",
+    "EXECUTE sg_permit_",
+    "EXECUTE sg_begin_run",
+    "EXECUTE sg_confirm_run",
+    "EXECUTE sg_claim_run",
+    "EXECUTE sg_finish_run",
+    "EXECUTE sg_verify_run",
+    "pg_catalog.bool_and(",
+    "AS held WHERE EXISTS",
+    "free AS MATERIALIZED",
+    "todo AS MATERIALIZED",
+    "FROM cur, t WHERE",
+    "AND EXISTS (SELECT 1 FROM mark)",
+];
+
 pub struct Weather<'a> {
     server: &'a Server,
     proxy: &'a Proxy,
@@ -232,12 +249,13 @@ impl<'a> Weather<'a> {
         self.proxy.pass_all();
     }
 
-    /// What changes the end of a lease loses its answer. It comes seconds later, or at once and then once
+    /// What changes the end of a lease, or takes or ends one of another kind, loses its answer. It comes seconds later, or at once and then once
     /// more: that lease may have been changed meanwhile, or be somebody else's.
     fn late_copies(&mut self) {
         let mut random = Random(self.random.below(u64::MAX) | 1);
         self.proxy.on_query(move |sql| {
-            if !(calls("sg_extend", sql) || calls("sg_renew", sql)) || random.below(3) > 0 {
+            let kind = KINDS.iter().any(|name| sql.contains(name)) && !sql.contains("PREPARE");
+            if !(calls("sg_extend", sql) || calls("sg_renew", sql) || kind) || random.below(3) > 0 {
                 return Action::Pass;
             }
             let most = if random.below(2) == 0 { 600 } else { 3000 };
@@ -252,7 +270,9 @@ impl<'a> Weather<'a> {
     fn slow_answers(&mut self, least: u64, most: u64) {
         let mut random = Random(self.random.below(u64::MAX) | 1);
         self.proxy.on_query(move |sql| {
-            if sql.contains("EXECUTE sg_acquire") && random.below(3) == 0 {
+            let asks =
+                ["EXECUTE sg_acquire", "EXECUTE sg_set_", "EXECUTE sg_permit_", "EXECUTE sg_begin_run"];
+            if asks.iter().any(|name| sql.contains(name)) && random.below(3) == 0 {
                 Action::DelayAnswer(ms(least + random.below(most - least)))
             } else {
                 Action::Pass
