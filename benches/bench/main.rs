@@ -9,13 +9,16 @@ use syncguard_test_support as support;
 
 mod cpu;
 mod cycles;
+mod election;
 mod floor;
 mod growth;
 mod hot;
 mod line;
 mod many;
 mod pairs;
+mod permits;
 mod report;
+mod several;
 mod single;
 mod stepwise;
 
@@ -57,10 +60,13 @@ fn main() {
     let blocks = if quick { 7 } else { 31 };
     let stage = Stage { server, schema, report: report::Report::default(), blocks, quick };
     report::Report::head();
-    let sections: [Section; 5] = [
+    let sections: [Section; 8] = [
         ("cycles", cycles::run),
         ("single", single::run),
         ("hot", hot::run),
+        ("several", several::run),
+        ("permits", permits::run),
+        ("election", election::run),
         ("many", many::run),
         ("growth", growth::run),
     ];

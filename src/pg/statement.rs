@@ -315,11 +315,15 @@ pub(crate) const IDLE_MS: u64 = 1_000;
 ///   (<https://www.postgresql.org/docs/current/runtime-config-client.html#GUC-ROW-SECURITY>).
 /// - `client_encoding`: what the answers are in; the driver reads UTF-8.
 /// - `client_min_messages`: that a commit may not have reached its standby is only a warning.
-const STATED: [(&str, &str); 4] = [
+///
+/// And one that changes no answer: `plan_cache_mode`. Left to itself the server plans a statement with a list or
+/// a limit among its arguments anew with each call, which takes it longer than to carry it out.
+const STATED: [(&str, &str); 5] = [
     ("enable_seqscan", "off"),
     ("row_security", "off"),
     ("client_encoding", "UTF8"),
     ("client_min_messages", "warning"),
+    ("plan_cache_mode", "force_generic_plan"),
 ];
 
 /// Fails, with an error that hardly anything else has, unless the transaction began with this message.

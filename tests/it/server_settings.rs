@@ -86,11 +86,12 @@ fn defaults_of_the_role_change_nothing() {
     ];
     let place = place();
     let stored = &place.stored;
-    // Every change of a row notes the level that it ran at.
+    // Every change of a row notes the level that it ran at, and whether its statement is planned anew each time.
     stored.run(
         "CREATE TABLE levels (level text); \
          CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN \
-           EXECUTE format('INSERT INTO %I.levels VALUES (current_setting(''transaction_isolation''))', \
+           EXECUTE format('INSERT INTO %I.levels VALUES (concat_ws('' '', \
+             current_setting(''transaction_isolation''), current_setting(''plan_cache_mode'')))', \
              TG_TABLE_SCHEMA); RETURN NULL; END $$; \
          CREATE TRIGGER note AFTER INSERT OR UPDATE OR DELETE ON syncguard_locks \
            FOR EACH STATEMENT EXECUTE FUNCTION note()",
@@ -118,7 +119,7 @@ fn defaults_of_the_role_change_nothing() {
         }
     });
     let sql = "SELECT array_agg(DISTINCT level) FROM levels";
-    assert_eq!(stored.one(sql, &[]).get::<_, Vec<String>>(0), ["read committed"]);
+    assert_eq!(stored.one(sql, &[]).get::<_, Vec<String>>(0), ["read committed force_generic_plan"]);
 }
 
 /// [`works`] without its counts, for a place that is shared.
