@@ -9,11 +9,12 @@
 
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "an example talks")]
 
+mod lanes;
+
 use std::env;
 use std::error::Error;
-use std::io::{self, BufRead as _, BufReader, IsTerminal as _, Write as _};
 use std::ops::ControlFlow::{Break, Continue};
-use std::process::{Child, Command, ExitCode, Stdio};
+use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver};
 use std::thread;
@@ -21,6 +22,8 @@ use std::time::{Duration, Instant};
 
 use postgres::{Client, NoTls};
 use syncguard::{CancelToken, Fence, LockOptions, PgLockClient};
+
+use lanes::{Children, Lane, Lanes, heard, orders};
 
 type Result<T, E = Box<dyn Error + Send + Sync>> = std::result::Result<T, E>;
 
@@ -42,7 +45,7 @@ const TERM: Duration = Duration::from_millis(600);
 /// A process that campaigns, leads until it is told to step down, and campaigns again.
 fn candidate(number: &str, schema: &str, url: &str) -> Result<()> {
     let client = PgLockClient::builder().schema(schema).auto_create_tables(false).connect(url)?;
-    let (end, orders) = (CancelToken::new(), listen());
+    let (end, orders) = (CancelToken::new(), orders());
     let ended = end.clone();
     let (tell, step_down) = mpsc::channel();
     thread::spawn(move || {
@@ -52,11 +55,8 @@ fn candidate(number: &str, schema: &str, url: &str) -> Result<()> {
         // The parent is done, or gone: no campaign any more, and no term.
         ended.cancel();
     });
-    let say = |line: &str| {
-        let mut out = io::stdout().lock();
-        // Whole lines: all candidates write to one pipe.
-        let _ = out.write_all(format!("{number} {line}\n").as_bytes()).and_then(|()| out.flush());
-    };
+    // A parent that does not listen is gone, and ends the campaign.
+    let say = |line: &str| drop(lanes::say(number, line));
     say("campaigns");
     let options = LockOptions::new().ttl(TTL).cancel(&end);
     let ended = client.elect::<()>(KEY, &options, |term| {
@@ -80,69 +80,43 @@ fn candidate(number: &str, schema: &str, url: &str) -> Result<()> {
     }
 }
 
-/// The lines of the standard input, until it ends.
-fn listen() -> Receiver<String> {
-    let (tell, lines) = mpsc::channel();
-    thread::spawn(move || io::stdin().lines().map_while(io::Result::ok).try_for_each(|line| tell.send(line)));
-    lines
-}
-
-#[derive(Clone, Copy, PartialEq)]
-enum Lane {
-    Starts,
-    Campaigns,
-    Leads,
-    /// Killed, and its lease still counts.
-    Dead,
-    /// Killed, and another one leads.
-    Gone,
-}
-
 struct Show {
     observer: PgLockClient,
-    colours: bool,
-    start: Instant,
-    lanes: [Lane; CANDIDATES],
-    history: Vec<(Duration, [Lane; CANDIDATES])>,
+    lanes: Lanes,
     terms: Vec<Fence>,
     observed: bool,
 }
 
 impl Show {
     fn run(&mut self, children: &mut Children, said: &Receiver<String>) -> Result<()> {
-        println!("{CANDIDATES} processes campaign for {KEY:?}; a lease lasts {} s.\n", TTL.as_secs());
-        println!("    time   1  2  3   · campaigns   █ leads   ✗ killed   ░ dead, its lease still counts");
-        self.start = Instant::now();
+        println!("{CANDIDATES} processes campaign for {KEY:?}; a lease lasts {} s.", TTL.as_secs());
+        self.lanes.begin("· campaigns   █ leads   ✗ killed   ░ dead, its lease still counts");
         let first = self.next_leader(said)?;
-        self.row(&format!("process {} leads, term {}", first + 1, self.terms.len()));
+        self.lanes.row(&format!("process {first} leads, term {}", self.terms.len()));
 
         thread::sleep(TERM);
         let asked = Instant::now();
         children.order(first, "step down")?;
         let second = self.next_leader(said)?;
         let after = asked.elapsed().as_secs_f64() * 1000.0;
-        let what =
-            format!("process {} steps down, process {} leads {after:.1} ms later", first + 1, second + 1);
-        self.row(&self.paint("1;32", &what));
+        let what = format!("process {first} steps down, process {second} leads {after:.1} ms later");
+        self.lanes.row(&self.lanes.good(&what));
 
         thread::sleep(TERM);
         children.kill(second)?;
         let killed = Instant::now();
-        self.set(second, Lane::Dead);
-        self.row(&self.paint("1;31", &format!("process {} KILLED while it leads", second + 1)));
+        self.lanes.set(second, Lane::Dead);
+        self.lanes.row(&self.lanes.bad(&format!("process {second} KILLED while it leads")));
         let third = self.next_leader(said)?;
-        self.set(second, Lane::Gone);
+        self.lanes.set(second, Lane::Gone);
         let after = killed.elapsed().as_secs_f64();
-        let what = format!(
-            "process {} leads {after:.1} s later: a ttl and a second after the last renewal",
-            third + 1
-        );
-        self.row(&self.paint("1;32", &what));
+        let what = format!("process {third} leads {after:.1} s later: the dead one's lease is over");
+        self.lanes.row(&self.lanes.good(&what));
 
         thread::sleep(TERM);
         children.order(third, "step down")?;
         let fourth = self.next_leader(said)?;
-        self.row(&format!("process {} steps down, process {} leads", third + 1, fourth + 1));
+        self.lanes.row(&format!("process {third} steps down, process {fourth} leads"));
         thread::sleep(TERM);
         Ok(())
     }
@@ -151,64 +125,19 @@ impl Show {
     fn next_leader(&mut self, said: &Receiver<String>) -> Result<usize> {
         loop {
             let line = said.recv_timeout(Duration::from_secs(60)).map_err(|_| "nobody leads")?;
-            let (number, what) = line.split_once(' ').ok_or("a candidate spoke unclearly")?;
-            let candidate = number.parse::<usize>()? - 1;
+            let (candidate, what) = heard(&line)?;
             match what.split_once(' ') {
                 Some(("leads", term)) => {
                     let term: Fence = term.parse()?;
                     let leader = self.observer.leader(KEY)?;
                     self.observed &= leader.is_some_and(|leader| leader.term == term);
                     self.terms.push(term);
-                    self.set(candidate, Lane::Leads);
+                    self.lanes.set(candidate, Lane::Works);
                     return Ok(candidate);
                 }
-                _ => self.set(candidate, Lane::Campaigns),
+                _ => self.lanes.set(candidate, Lane::Waits),
             }
         }
-    }
-
-    fn set(&mut self, candidate: usize, lane: Lane) {
-        if let Some(slot) = self.lanes.get_mut(candidate) {
-            *slot = lane;
-        }
-        self.history.push((self.start.elapsed(), self.lanes));
-    }
-
-    fn row(&self, what: &str) {
-        let lanes: Vec<String> = self.lanes.iter().map(|lane| format!(" {} ", self.sign(*lane))).collect();
-        println!(" {:5.2} s  {}  {what}", self.start.elapsed().as_secs_f64(), lanes.concat());
-    }
-
-    /// The whole run as one line per process.
-    fn picture(&self) {
-        const WIDTH: u32 = 72;
-        let whole = self.start.elapsed();
-        println!("\nThe same as a picture, {:.1} s from left to right:\n", whole.as_secs_f64());
-        for candidate in 0..CANDIDATES {
-            let cells = (0..WIDTH).map(|cell| {
-                // In the middle of the cell: what was the last change before it?
-                let at = whole * (2 * cell + 1) / (2 * WIDTH);
-                let before = self.history.iter().rev().find(|(time, _)| *time <= at);
-                before.and_then(|(_, lanes)| lanes.get(candidate)).copied().unwrap_or(Lane::Starts)
-            });
-            let line: String = cells.map(|lane| self.sign(lane)).collect();
-            println!("  process {}  {line}", candidate + 1);
-        }
-        println!();
-    }
-
-    fn sign(&self, lane: Lane) -> String {
-        match lane {
-            Lane::Starts => " ".into(),
-            Lane::Campaigns => self.paint("2", "·"),
-            Lane::Leads => self.paint("32", "█"),
-            Lane::Dead => self.paint("31", "░"),
-            Lane::Gone => self.paint("31", "✗"),
-        }
-    }
-
-    fn paint(&self, colour: &str, text: &str) -> String {
-        if self.colours { format!("\x1b[{colour}m{text}\x1b[0m") } else { text.into() }
     }
 
     /// Says how it ended. Whether it ended as it should.
@@ -224,45 +153,6 @@ impl Show {
     }
 }
 
-/// The candidates; none of them outlives the parent's work.
-struct Children(Vec<Child>);
-
-impl Children {
-    fn get(&mut self, candidate: usize) -> Result<&mut Child> {
-        self.0.get_mut(candidate).ok_or_else(|| "an unknown candidate spoke".into())
-    }
-
-    fn order(&mut self, candidate: usize, order: &str) -> Result<()> {
-        let input = self.get(candidate)?.stdin.as_mut().ok_or("its input is a pipe")?;
-        Ok(input.write_all(format!("{order}\n").as_bytes())?)
-    }
-
-    fn kill(&mut self, candidate: usize) -> Result<()> {
-        let child = self.get(candidate)?;
-        child.kill()?;
-        child.wait()?;
-        Ok(())
-    }
-
-    /// Ends them in order: their input ends, and they step down.
-    fn end(&mut self) -> Result<()> {
-        for child in &mut self.0 {
-            drop(child.stdin.take());
-            child.wait()?;
-        }
-        Ok(())
-    }
-}
-
-impl Drop for Children {
-    fn drop(&mut self) {
-        for child in &mut self.0 {
-            let _ = child.kill();
-            let _ = child.wait();
-        }
-    }
-}
-
 fn show(url: &str) -> Result<bool> {
     let schema = format!("syncguard_election_{}", std::process::id());
     let mut database = Client::connect(url, NoTls)?;
@@ -275,31 +165,20 @@ fn show(url: &str) -> Result<bool> {
 }
 
 fn play(schema: &str, url: &str) -> Result<Show> {
-    let plain = env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
     let mut show = Show {
         observer: PgLockClient::builder().schema(schema).connect(url)?,
-        colours: io::stdout().is_terminal() && !plain,
-        start: Instant::now(),
-        lanes: [Lane::Starts; CANDIDATES],
-        history: Vec::new(),
+        lanes: Lanes::new(CANDIDATES),
         terms: Vec::new(),
         observed: true,
     };
-    let (heard, speak) = io::pipe()?;
-    let mut children = Children(Vec::new());
+    let (mut children, said) = Children::new()?;
     for number in 1..=CANDIDATES {
-        let mut command = Command::new(env::current_exe()?);
-        command.args(["--candidate", &number.to_string(), schema]);
-        children.0.push(command.stdin(Stdio::piped()).stdout(speak.try_clone()?).spawn()?);
+        children.start(["--candidate", &number.to_string(), schema])?;
     }
-    drop(speak);
-    let (tell, said) = mpsc::channel();
-    thread::spawn(move || {
-        BufReader::new(heard).lines().map_while(io::Result::ok).try_for_each(|line| tell.send(line))
-    });
+    children.complete();
     show.run(&mut children, &said)?;
     children.end()?;
-    show.picture();
+    show.lanes.picture("process");
     Ok(show)
 }
 

@@ -11,12 +11,14 @@
 
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "an example talks")]
 
+#[path = "../lanes/mod.rs"]
+mod lanes;
 mod show;
 
 use std::env;
 use std::error::Error;
 use std::fmt::Write as _;
-use std::io::{self, Write as _};
+use std::io;
 use std::ops::RangeInclusive;
 use std::process::ExitCode;
 use std::thread;
@@ -225,10 +227,7 @@ impl Worker {
         Ok(())
     }
 
-    /// One line to the parent. All workers write to one pipe, so it reads them in the order they spoke.
     fn say(&self, line: &str) -> Result<()> {
-        let mut out = io::stdout().lock();
-        out.write_all(format!("{} {line}\n", self.number).as_bytes())?;
-        Ok(out.flush()?)
+        lanes::say(&self.number.to_string(), line)
     }
 }

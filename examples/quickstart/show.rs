@@ -1,17 +1,13 @@
 //! The parent: starts the workers, kills one of them, and draws what they say.
 
-use std::env;
-use std::fmt::Write as _;
-use std::io::{self, BufRead as _, BufReader, IsTerminal as _};
-use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
-use std::thread;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use postgres::{Client, NoTls};
 use syncguard::{Fence, PgLockClient};
 
+use crate::lanes::{Children, Lane, Lanes, heard};
 use crate::{KEY, Result, Settings, TOLERANCE, VICTIM};
 
 /// Runs the demonstration. Whether it ended as it should.
@@ -34,18 +30,6 @@ pub(crate) fn run(settings: &Settings) -> Result<bool> {
     Ok(shown?.verdict(balance?))
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Lane {
-    Starts,
-    Waits,
-    Holds,
-    /// Killed, and its lease still counts.
-    Dead,
-    /// Killed, and somebody else has the lock.
-    Gone,
-    Done,
-}
-
 #[derive(Default, Debug)]
 struct Outcome {
     with_lock: bool,
@@ -58,24 +42,16 @@ struct Outcome {
 
 struct Show<'a> {
     settings: &'a Settings,
-    colours: bool,
-    start: Instant,
-    lanes: Vec<Lane>,
-    /// Every change of a lane, for the picture at the end.
-    history: Vec<(Duration, Vec<Lane>)>,
+    lanes: Lanes,
     killed: Option<Instant>,
     outcome: Outcome,
 }
 
 impl<'a> Show<'a> {
     fn new(settings: &'a Settings) -> Self {
-        let plain = env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
         Self {
             settings,
-            colours: io::stdout().is_terminal() && !plain,
-            start: Instant::now(),
-            lanes: vec![Lane::Starts; index(settings.workers + 1)],
-            history: Vec::new(),
+            lanes: Lanes::new(settings.workers as usize),
             killed: None,
             outcome: Outcome { with_lock: settings.with_lock, ..Outcome::default() },
         }
@@ -83,152 +59,95 @@ impl<'a> Show<'a> {
 
     fn run(mut self) -> Result<Outcome> {
         self.introduce();
-        self.start = Instant::now();
-        let (heard, speak) = io::pipe()?;
-        let mut children = Children(Vec::new());
+        let (mut children, said) = Children::new()?;
         for number in 1..=self.settings.workers {
-            children.0.push(start_worker(self.settings, number, speak.try_clone()?)?);
+            start_worker(&mut children, self.settings, number)?;
         }
-        // From here on the pipe ends with the last worker.
-        drop(speak);
-        self.follow(&lines(heard), &mut children)?;
-        self.picture();
+        children.complete();
+        self.follow(&said, &mut children)?;
+        self.lanes.picture("process");
         Ok(self.outcome)
     }
 
-    fn introduce(&self) {
+    fn introduce(&mut self) {
         let Settings { workers, rounds, ttl, with_lock, .. } = self.settings;
-        println!(
-            "{workers} processes, one balance. Each one, {rounds} times: read it, think, write it plus one."
-        );
+        println!("{workers} processes, one balance. Each one, {rounds} times: read it, think,");
+        println!("write it plus one.");
         if *with_lock {
             println!("They take the lock {KEY:?} for that; a lease lasts {} s.", ttl.as_secs());
         } else {
             println!("They take NO lock (--without-lock).");
         }
-        println!("Process {VICTIM} is killed (SIGKILL) in the middle of its work.\n");
-        let heads: Vec<_> = (1..=*workers).map(|n| format!(" {n} ")).collect();
-        let legend = self.paint("2", "· waits   █ works   ✗ killed   ░ dead, its lease still counts");
-        println!("    time  {}  {legend}", heads.concat());
+        println!("Process {VICTIM} is killed (SIGKILL) in the middle of its work.");
+        self.lanes.begin("· waits   █ works   ✗ killed   ░ dead, its lease still counts");
     }
 
     fn follow(&mut self, said: &Receiver<String>, children: &mut Children) -> Result<()> {
         loop {
             match said.recv_timeout(Duration::from_millis(500)) {
                 Ok(line) => {
-                    let (worker, line) = line.split_once(' ').ok_or("a worker spoke unclearly")?;
-                    self.hear(worker.parse()?, line, children)?;
+                    let (worker, line) = heard(&line)?;
+                    self.hear(worker, line, children)?;
                 }
                 Err(RecvTimeoutError::Timeout) => self.progress(),
                 Err(RecvTimeoutError::Disconnected) => break,
             }
         }
-        let ended = |lane: &&Lane| matches!(lane, Lane::Done | Lane::Gone);
-        self.outcome.finished = self.lanes.iter().filter(ended).count() == self.lanes.len();
+        self.outcome.finished = self.lanes.all().iter().all(|lane| matches!(lane, Lane::Done | Lane::Gone));
         Ok(())
     }
 
-    fn hear(&mut self, worker: u32, line: &str, children: &mut Children) -> Result<()> {
+    fn hear(&mut self, worker: usize, line: &str, children: &mut Children) -> Result<()> {
         match line.split_once(' ').unwrap_or((line, "")) {
-            ("waits" | "free", _) => self.set(worker, Lane::Waits),
-            ("works", _) => self.set(worker, Lane::Holds),
+            ("waits" | "free", _) => self.lanes.set(worker, Lane::Waits),
+            ("works", _) => self.lanes.set(worker, Lane::Works),
             ("holds", fence) => {
-                self.set(worker, Lane::Holds);
+                self.lanes.set(worker, Lane::Works);
                 self.granted(worker, fence)?;
             }
             ("stuck", _) => self.kill(worker, children)?,
             ("wrote", change) => {
                 self.outcome.wrote += 1;
-                self.row(&format!("process {worker} wrote {change}"));
+                self.lanes.row(&format!("process {worker} wrote {change}"));
             }
-            ("done", _) => self.set(worker, Lane::Done),
+            ("done", _) => self.lanes.set(worker, Lane::Done),
             _ => println!("process {worker}: {line}"),
         }
         Ok(())
     }
 
-    fn granted(&mut self, worker: u32, fence: &str) -> Result<()> {
+    fn granted(&mut self, worker: usize, fence: &str) -> Result<()> {
         self.outcome.fences.push(fence.parse::<Fence>()?.get());
-        let mut what = format!("process {worker} holds the lock, fence {fence}");
         if let (Some(killed), None) = (self.killed, self.outcome.take_over) {
             let after = killed.elapsed();
             self.outcome.take_over = Some(after);
-            self.set(VICTIM, Lane::Gone);
-            let _ = write!(what, ": TAKE-OVER {:.1} s after the kill", after.as_secs_f64());
-            what = self.paint("1;32", &what);
+            self.lanes.set(VICTIM as usize, Lane::Gone);
+            let what = format!("TAKE-OVER {:.1} s after the kill", after.as_secs_f64());
+            self.lanes.row(&self.lanes.good(&what));
         }
-        self.row(&what);
+        self.lanes.row(&format!("process {worker} holds the lock, fence {fence}"));
         Ok(())
     }
 
-    fn kill(&mut self, worker: u32, children: &mut Children) -> Result<()> {
-        let child = children.0.get_mut(index(worker)).ok_or("an unknown worker spoke")?;
-        child.kill()?;
-        child.wait()?;
+    fn kill(&mut self, worker: usize, children: &mut Children) -> Result<()> {
+        children.kill(worker)?;
         self.killed = Some(Instant::now());
         children.go_on();
         let (lane, what) = if self.settings.with_lock {
-            (Lane::Dead, format!("process {worker} KILLED while it holds the lock, before its write"))
+            (Lane::Dead, format!("process {worker} KILLED while it holds the lock"))
         } else {
-            (Lane::Gone, format!("process {worker} KILLED in the middle of its work, before its write"))
+            (Lane::Gone, format!("process {worker} KILLED in the middle of its work"))
         };
-        self.set(worker, lane);
-        let what = self.paint("1;31", &what);
-        self.row(&what);
+        self.lanes.set(worker, lane);
+        self.lanes.row(&self.lanes.bad(&what));
         Ok(())
     }
 
     /// Nothing happened for a while: says what everybody waits for.
     fn progress(&self) {
-        let (Some(killed), true) = (self.killed, self.lanes.contains(&Lane::Dead)) else { return };
+        let (Some(killed), true) = (self.killed, self.lanes.all().contains(&Lane::Dead)) else { return };
         let left = (self.settings.ttl + TOLERANCE).saturating_sub(killed.elapsed());
-        self.row(&format!("nobody renews the dead one's lease: free in {:.1} s", left.as_secs_f64()));
-    }
-
-    fn set(&mut self, worker: u32, lane: Lane) {
-        if let Some(slot) = self.lanes.get_mut(index(worker)) {
-            *slot = lane;
-        }
-        self.history.push((self.start.elapsed(), self.lanes.clone()));
-    }
-
-    /// One line of the log: the time, one column per process, what happened.
-    fn row(&self, what: &str) {
-        let lanes: Vec<String> = self.lanes.iter().map(|lane| format!(" {} ", self.sign(*lane))).collect();
-        println!(" {:5.2} s  {}  {what}", self.start.elapsed().as_secs_f64(), lanes.concat());
-    }
-
-    /// The whole run as one line per process.
-    fn picture(&self) {
-        const WIDTH: u32 = 72;
-        let whole = self.start.elapsed();
-        println!("\nThe same as a picture, {:.1} s from left to right:\n", whole.as_secs_f64());
-        for worker in 1..=self.settings.workers {
-            let cells = (0..WIDTH).map(|cell| {
-                // In the middle of the cell: what was the last change before it?
-                let at = whole * (2 * cell + 1) / (2 * WIDTH);
-                let passed = self.history.partition_point(|(time, _)| *time <= at);
-                let lanes = passed.checked_sub(1).and_then(|last| self.history.get(last));
-                lanes.and_then(|(_, lanes)| lanes.get(index(worker))).copied().unwrap_or(Lane::Starts)
-            });
-            let line: String = cells.map(|lane| self.sign(lane)).collect();
-            println!("  process {worker}  {line}");
-        }
-        println!();
-    }
-
-    fn sign(&self, lane: Lane) -> String {
-        match lane {
-            Lane::Starts | Lane::Done => " ".into(),
-            Lane::Waits => self.paint("2", "·"),
-            Lane::Holds => self.paint("32", "█"),
-            Lane::Dead => self.paint("31", "░"),
-            Lane::Gone => self.paint("31", "✗"),
-        }
-    }
-
-    fn paint(&self, colour: &str, text: &str) -> String {
-        if self.colours { format!("\x1b[{colour}m{text}\x1b[0m") } else { text.into() }
+        self.lanes.row(&format!("the dead one's lease is not renewed: free in {:.1} s", left.as_secs_f64()));
     }
 }
 
@@ -260,49 +179,13 @@ impl Outcome {
     }
 }
 
-/// Workers count from one, lists from zero.
-fn index(worker: u32) -> usize {
-    worker as usize - 1
-}
-
-/// The worker processes; none of them outlives the parent's work.
-struct Children(Vec<Child>);
-
-impl Children {
-    /// What they wait for before their last round.
-    fn go_on(&mut self) {
-        for child in &mut self.0 {
-            drop(child.stdin.take());
-        }
-    }
-}
-
-impl Drop for Children {
-    fn drop(&mut self) {
-        for child in &mut self.0 {
-            let _ = child.kill();
-            let _ = child.wait();
-        }
-    }
-}
-
-fn start_worker(settings: &Settings, number: u32, speak: io::PipeWriter) -> Result<Child> {
-    let mut command = Command::new(env::current_exe()?);
-    command.args(["--worker", &number.to_string(), "--schema", &settings.schema]);
-    command.args(["--rounds", &settings.rounds.to_string(), "--ttl", &settings.ttl.as_secs().to_string()]);
+fn start_worker(children: &mut Children, settings: &Settings, number: u32) -> Result<()> {
+    let (number, rounds) = (number.to_string(), settings.rounds.to_string());
+    let ttl = settings.ttl.as_secs().to_string();
+    let mut args =
+        vec!["--worker", &number, "--schema", &settings.schema, "--rounds", &rounds, "--ttl", &ttl];
     if !settings.with_lock {
-        command.arg("--without-lock");
+        args.push("--without-lock");
     }
-    Ok(command.stdin(Stdio::piped()).stdout(speak).spawn()?)
-}
-
-/// Read by a thread, so that the reader can also notice silence.
-fn lines(heard: io::PipeReader) -> Receiver<String> {
-    let (tell, said) = mpsc::channel();
-    thread::spawn(move || {
-        for line in BufReader::new(heard).lines().map_while(io::Result::ok) {
-            let _ = tell.send(line);
-        }
-    });
-    said
+    children.start(args)
 }

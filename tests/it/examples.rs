@@ -104,6 +104,14 @@ fn quickstart(schema: &TestSchema, args: &[&str]) -> String {
     said
 }
 
+/// What a demonstration prints where nobody looks at colours, on a terminal of 80 columns.
+fn is_plain_and_fits(said: &str) {
+    assert!(!said.contains('\x1b'), "no colours in a pipe");
+    for line in said.lines() {
+        assert!(line.chars().count() <= 80, "{line}");
+    }
+}
+
 #[test]
 fn quickstart_loses_no_update_though_a_holder_is_killed() {
     let schema = crate::support::schema();
@@ -113,7 +121,7 @@ fn quickstart_loses_no_update_though_a_holder_is_killed() {
     // Three processes do three rounds, the killed one does one.
     assert!(said.contains("reported as done: 10. Balance: 10."), "{said}");
     assert!(said.contains("11 grants, from 1 to 11, each above the one before"), "{said}");
-    assert!(!said.contains('\x1b'), "no colours in a pipe");
+    is_plain_and_fits(&said);
 }
 
 #[test]
@@ -140,7 +148,51 @@ fn election_hands_over_and_survives_a_kill() {
     assert!(output.status.success(), "{said}\n{}", text(&output.stderr));
     assert!(said.contains("steps down") && said.contains("KILLED while it leads"), "{said}");
     assert!(said.contains("Terms: 4, each above the one before."), "{said}");
-    assert!(said.ends_with("The server named each leader: yes.\n") && !said.contains('\x1b'), "{said}");
+    assert!(said.ends_with("The server named each leader: yes.\n"), "{said}");
+    is_plain_and_fits(&said);
+}
+
+// ---- once
+
+fn once(args: &[&str]) -> String {
+    let output = example("once", &crate::support::schema().url()).args(args).output().expect("it runs");
+    let said = text(&output.stdout);
+    assert!(output.status.success(), "{said}\n{}", text(&output.stderr));
+    is_plain_and_fits(&said);
+    said
+}
+
+#[test]
+fn once_does_each_slot_once_though_a_clock_is_ahead_and_a_run_is_killed() {
+    let said = once(&[]);
+    assert!(said.contains("by its clock: not yet"), "{said}");
+    assert!(
+        said.contains("KILLED in the middle of its run") && said.contains("the same slot, run again"),
+        "{said}"
+    );
+    assert!(said.contains(", one each.\n"), "{said}");
+    assert!(said.ends_with("The slot of the crash was run again: yes.\n"), "{said}");
+}
+
+#[test]
+fn a_lock_in_the_place_of_once_runs_the_job_again_and_again() {
+    let said = once(&["--lock-only"]);
+    let more = said.split_once("RUN MORE THAN ONCE: ").and_then(|(_, rest)| rest.split_once(" of "));
+    let more: u32 = more.and_then(|(slots, _)| slots.parse().ok()).expect("it says how many slots");
+    assert!(more > 0, "{said}");
+}
+
+#[test]
+fn the_demonstrations_are_listed_and_each_says_how_it_is_run() {
+    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/demo");
+    let output = Command::new(demo).arg("--help").output().expect("it runs");
+    let listed = text(&output.stdout);
+    assert!(output.status.success(), "{listed}");
+    for (name, example_name) in [("[OPTIONS]", "quickstart"), ("election", "election"), ("once", "once")] {
+        assert!(listed.contains(&format!("scripts/demo {name} ")), "{listed}");
+        let output = example(example_name, "").arg("--help").output().expect("it runs");
+        assert!(output.status.success() && text(&output.stdout).contains("scripts/demo"), "{example_name}");
+    }
 }
 
 // ---- late_writer
