@@ -1,5 +1,5 @@
--- The two tables of syncguard. This file is the only DDL: `setup_schema()` runs it for the configured
--- names, a migration may run it as it is. It can be run any number of times.
+-- The two tables of syncguard, and an optional third. This file is the only DDL: `setup_schema()` runs it
+-- for the configured names, a migration may run it as it is. It can be run any number of times.
 --
 -- Row for row what every SyncGuard client for PostgreSQL uses. COLLATE "C" keeps the indexes in order
 -- whatever becomes of the database's collation: in one that a system upgrade has changed, keys that are
@@ -28,3 +28,24 @@ CREATE TABLE IF NOT EXISTS "syncguard_fence_counters" (
     "fence" BIGINT NOT NULL DEFAULT 0,
     "key_debug" TEXT COLLATE "C"         -- the caller's key in NFC, for people; nothing reads it
 );
+
+-- Optional: the members of keys, beside the table of the leases. Only shared leases need it; a client
+-- that uses none never touches it. With auto_create_tables their first call makes it, otherwise run this
+-- part, or build one client with create_members_table(true).
+CREATE TABLE IF NOT EXISTS "syncguard_members" (
+    "lock_id" TEXT COLLATE "C" PRIMARY KEY,  -- of the member's own lease, or of whoever waits
+    "key" TEXT COLLATE "C" NOT NULL,         -- the stored key
+    "role" TEXT COLLATE "C" NOT NULL,        -- s: shares the key, w: waits for it, n: a note about its holder
+    "since_ms" BIGINT NOT NULL,              -- Unix milliseconds of this server's clock
+    "expires_at_ms" BIGINT NOT NULL,
+    "fence" TEXT COLLATE "C",                -- that of its group
+    "priority" INTEGER NOT NULL DEFAULT 0,
+    "owner" TEXT COLLATE "C",
+    "note" TEXT COLLATE "C"
+);
+
+-- The members of a key.
+CREATE INDEX IF NOT EXISTS "idx_syncguard_members_key" ON "syncguard_members" ("key", "since_ms");
+
+-- Who waits for a key, however many members it has.
+CREATE INDEX IF NOT EXISTS "idx_syncguard_members_waiting" ON "syncguard_members" ("key", "since_ms") WHERE "role" = 'w';

@@ -38,6 +38,8 @@ pub struct PgLockClientBuilder {
     schema: Option<String>,
     table_name: Option<String>,
     fence_table_name: Option<String>,
+    members_table_name: Option<String>,
+    create_members_table: bool,
     auto_create_tables: bool,
     store_key_debug: bool,
     cleanup_in_is_locked: bool,
@@ -57,6 +59,8 @@ impl Default for PgLockClientBuilder {
             schema: None,
             table_name: None,
             fence_table_name: None,
+            members_table_name: None,
+            create_members_table: false,
             auto_create_tables: true,
             store_key_debug: true,
             cleanup_in_is_locked: false,
@@ -96,7 +100,33 @@ impl PgLockClientBuilder {
         self
     }
 
-    /// The schema of both tables. Default: where the `search_path` finds them, or its first schema
+    /// The optional table beside that of the leases, which only some calls need: see
+    /// [`create_members_table`](Self::create_members_table). Default `syncguard_members`, or the name of the
+    /// leases' table and `_members` where that is not the default. Clients that share keys must agree on it.
+    ///
+    /// ```
+    /// let builder = syncguard::PgLockClient::builder()
+    ///     .table_name("billing_locks")
+    ///     .members_table_name("billing_readers");
+    /// ```
+    pub fn members_table_name(mut self, name: impl Into<String>) -> Self {
+        self.members_table_name = Some(name.into());
+        self
+    }
+
+    /// Whether set-up makes the optional table, too: building the client, unless
+    /// [`auto_create_tables(false)`](Self::auto_create_tables) leaves that out, and
+    /// [`setup_schema`](PgLockClient::setup_schema). Default false.
+    ///
+    /// ```
+    /// let builder = syncguard::PgLockClient::builder().create_members_table(true);
+    /// ```
+    pub fn create_members_table(mut self, create: bool) -> Self {
+        self.create_members_table = create;
+        self
+    }
+
+    /// The schema of all tables. Default: where the `search_path` finds them, or its first schema
     /// if it does not; resolved once.
     ///
     /// Set it where programs connect as different roles. The default path begins with `"$user"`
@@ -384,7 +414,12 @@ impl PgLockClientBuilder {
         if self.max_connections == 0 {
             return Err(LockError::invalid("max_connections is 0: a client needs at least one"));
         }
-        TableNames::new(self.schema.as_deref(), self.table_name.as_deref(), self.fence_table_name.as_deref())
+        TableNames::new(
+            self.schema.as_deref(),
+            self.table_name.as_deref(),
+            self.fence_table_name.as_deref(),
+            self.members_table_name.as_deref(),
+        )
     }
 
     fn finish(self, names: TableNames, source: impl FnOnce(&Self) -> Source) -> Result<PgLockClient> {
@@ -392,6 +427,7 @@ impl PgLockClientBuilder {
             store_key_debug: self.store_key_debug,
             cleanup_in_is_locked: self.cleanup_in_is_locked,
             wake_ups: self.wake_ups,
+            members_table: self.create_members_table,
         };
         let database = Arc::new(Database::new(source(&self), self.operation_timeout));
         let leases = PostgresBackend::new(Arc::clone(&database), names, settings);
@@ -420,6 +456,7 @@ impl fmt::Debug for PgLockClientBuilder {
             .field("schema", &self.schema)
             .field("table_name", &self.table_name)
             .field("fence_table_name", &self.fence_table_name)
+            .field("members_table_name", &self.members_table_name)
             .field("auto_create_tables", &self.auto_create_tables)
             .field("max_connections", &self.max_connections)
             .field("connection_timeout", &self.connection_timeout)

@@ -29,11 +29,14 @@ pub(crate) struct PostgresBackend {
 
 /// What a caller may choose about the tables and the time.
 #[derive(Clone, Copy)]
+#[allow(clippy::struct_excessive_bools, reason = "each is a choice of its own")]
 pub(crate) struct Settings {
     pub(crate) store_key_debug: bool,
     pub(crate) cleanup_in_is_locked: bool,
     /// Whether releases notify waiters in other processes, and waiters listen for them.
     pub(crate) wake_ups: bool,
+    /// Whether set-up makes the table of members, too.
+    pub(crate) members_table: bool,
 }
 
 impl PostgresBackend {
@@ -53,18 +56,20 @@ impl PostgresBackend {
         })
     }
 
-    /// Creates what is missing of the two tables and their indexes. Idempotent, safe at the same
-    /// time from many processes, and a no-op for a role without the right to create if all is there.
+    /// Creates what is missing of the two tables and their indexes, and of the third if the settings ask for
+    /// it. Idempotent, safe at the same time from many processes, and a no-op for a role without the right
+    /// to create if all is there.
     pub(crate) fn set_up(&self) -> Result<()> {
         let limit = self.database.operation_timeout().saturating_mul(SETUP_TIMES);
         let end = deadline_after(limit.min(Duration::from_secs(3600)));
         let never = CancelToken::never();
-        let survey = setup::survey(&self.database, &self.names, end, &never)?;
-        if survey.is_complete() {
-            return self.resolve(&survey).map(drop);
+        let mut survey = setup::survey(&self.database, &self.names, end, &never)?;
+        if !survey.is_complete() {
+            setup::create(&self.database, &self.names, &survey, end)?;
+            survey = setup::survey(&self.database, &self.names, end, &never)?;
         }
-        setup::create(&self.database, &self.names, &survey, end)?;
-        self.resolve(&setup::survey(&self.database, &self.names, end, &never)?).map(drop)
+        let at = self.resolve(&survey)?;
+        if self.settings.members_table { self.set_up_members(&at, end) } else { Ok(()) }
     }
 
     /// The tables, wherever they are.

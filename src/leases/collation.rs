@@ -8,7 +8,7 @@
 
 use crate::error::{LockError, Result};
 use crate::pg::Failure;
-use crate::pg::answers::{Row, flag, int, required, text};
+use crate::pg::answers::{Row, flag, int, malformed, required, text};
 use crate::pg::names::EQ;
 use crate::pg::session::Session;
 use crate::pg::statement::{Message, push_quoted};
@@ -19,23 +19,25 @@ const SAMPLE: u32 = 10_000;
 /// The first release that keeps a version of a database's own collation.
 const DATABASE_VERSIONS: i64 = 150_000;
 
-/// Whether an index of the tables `l` and `f` is sorted by anything but bytes (0: not text, 950: "C",
+/// Whether an index of the tables with these oids is sorted by anything but bytes (0: not text, 950: "C",
 /// 951: "POSIX"), as one more column of the survey.
-pub(super) fn is_asked_for() -> String {
+pub(super) fn is_asked_for(tables: &[&str]) -> String {
+    let of: Vec<String> = tables.iter().map(|oid| format!("i.indrelid {EQ} {oid}")).collect();
     format!(
-        "EXISTS (SELECT 1 FROM pg_catalog.pg_index i WHERE (i.indrelid {EQ} l.oid OR i.indrelid {EQ} f.oid) \
-         AND i.indisunique AND i.indcollation[0] OPERATOR(pg_catalog.<>) ALL ('{{0,950,951}}'::pg_catalog.oid[]))"
+        "EXISTS (SELECT 1 FROM pg_catalog.pg_index i WHERE ({}) \
+         AND i.indcollation[0] OPERATOR(pg_catalog.<>) ALL ('{{0,950,951}}'::pg_catalog.oid[]))",
+        of.join(" OR ")
     )
 }
 
 /// Refuses tables whose indexes on keys may be out of order.
-pub(super) fn check(session: &mut Session<'_>, locks: &str, fences: &str) -> Result<(), Failure> {
-    let answers = session.ask(&Message::new().raw(session.limits_plain()).raw(indexes(locks, fences)?))?;
+pub(super) fn check(session: &mut Session<'_>, tables: &[&str]) -> Result<(), Failure> {
+    let answers = session.ask(&Message::new().raw(session.limits_plain()).raw(indexes(tables)?))?;
     let indexes = answers.into_last_rows().iter().map(Index::read).collect::<Result<Vec<_>>>()?;
     if indexes.is_empty() {
         return Ok(());
     }
-    let columns: Vec<_> = indexes.iter().map(|index| index.now(locks, fences)).collect();
+    let columns: Vec<_> = indexes.iter().map(|index| index.now(tables)).collect();
     let answers = session.ask(
         &Message::new()
             .raw(session.limits_plain())
@@ -45,34 +47,40 @@ pub(super) fn check(session: &mut Session<'_>, locks: &str, fences: &str) -> Res
     )?;
     let row = required(answers.row(0)?)?;
     for (n, index) in indexes.iter().enumerate() {
-        index.judge(text(row, 2 * n)?, required(flag(row, 2 * n + 1)?)?, locks, fences)?;
+        index.judge(text(row, 2 * n)?, required(flag(row, 2 * n + 1)?)?, tables)?;
     }
     Ok(())
 }
 
-/// The unique indexes on the key columns that are sorted by a collation that can change.
-fn indexes(locks: &str, fences: &str) -> Result<String> {
-    let (mut l, mut f) = (String::new(), String::new());
-    push_quoted(locks, &mut l)?;
-    push_quoted(fences, &mut f)?;
+/// The indexes on the columns that rows are found by which are sorted by a collation that can change.
+fn indexes(tables: &[&str]) -> Result<String> {
+    let mut oids = Vec::new();
+    for table in tables {
+        let mut name = String::new();
+        push_quoted(table, &mut name)?;
+        oids.push(format!("to_regclass({name})"));
+    }
+    let oids = oids.join(", ");
     Ok(format!(
-        "SELECT i.indrelid = to_regclass({l}), a.attname::text, c.oid::int8, format('%I.%I', n.nspname, c.collname), \
+        "SELECT array_position(ARRAY[{oids}]::oid[], i.indrelid)::int8, a.attname::text, c.oid::int8, format('%I.%I', n.nspname, c.collname), \
            CASE WHEN c.collprovider = 'd' THEN to_jsonb(d) ->> 'datcollversion' ELSE c.collversion END, \
            c.collisdeterministic, \
-           has_column_privilege(i.indrelid, a.attname::text, 'SELECT'), current_setting('server_version_num')::int8 \
+           has_column_privilege(i.indrelid, a.attname::text, 'SELECT'), current_setting('server_version_num')::int8, \
+           i.indisunique AND i.indnatts = 1 \
          FROM pg_index AS i JOIN pg_attribute AS a ON a.attrelid = i.indrelid AND a.attnum = i.indkey[0] \
            JOIN pg_collation AS c ON c.oid = i.indcollation[0] JOIN pg_namespace AS n ON n.oid = c.collnamespace \
            JOIN pg_database AS d ON d.datname = current_database() \
-         WHERE i.indrelid IN (to_regclass({l}), to_regclass({f})) AND i.indisunique AND i.indisvalid \
+         WHERE i.indrelid IN ({oids}) AND i.indisvalid \
            AND a.attname IN ('key', 'lock_id', 'fence_key') \
            AND NOT (c.collprovider = 'c' AND c.collcollate IN ('C', 'POSIX')) \
            AND NOT (c.collprovider = 'd' AND coalesce(to_jsonb(d) ->> 'datlocprovider', 'c') = 'c' AND d.datcollate IN ('C', 'POSIX'))"
     ))
 }
 
-/// A unique index, and the collation that it is sorted by.
+/// An index, and the collation that it is sorted by.
 struct Index {
-    of_locks: bool,
+    /// The place of its table among those that were asked about.
+    table: usize,
     column: String,
     collation: i64,
     collation_name: String,
@@ -81,13 +89,15 @@ struct Index {
     deterministic: bool,
     readable: bool,
     server: i64,
+    /// Whether no entry may be there twice.
+    unique: bool,
 }
 
 impl Index {
     fn read(row: &Row) -> Result<Self> {
         let owned = |column| -> Result<Option<String>> { Ok(text(row, column)?.map(str::to_owned)) };
         Ok(Self {
-            of_locks: required(flag(row, 0)?)?,
+            table: usize::try_from(required(int(row, 0)?)? - 1).map_err(|_| malformed())?,
             column: required(owned(1)?)?,
             collation: required(int(row, 2)?)?,
             collation_name: required(owned(3)?)?,
@@ -95,6 +105,7 @@ impl Index {
             deterministic: required(flag(row, 5)?)?,
             readable: required(flag(row, 6)?)?,
             server: required(int(row, 7)?)?,
+            unique: required(flag(row, 8)?)?,
         })
     }
 
@@ -105,7 +116,7 @@ impl Index {
 
     /// What the server says now, as two columns: the collation's version, and whether two neighbours in
     /// the index are not in order, or equal.
-    fn now(&self, locks: &str, fences: &str) -> String {
+    fn now(&self, tables: &[&str]) -> String {
         let version = if !self.of_database() {
             format!("pg_collation_actual_version({})", self.collation)
         } else if self.server >= DATABASE_VERSIONS {
@@ -118,24 +129,27 @@ impl Index {
         if !self.readable {
             return format!("{version}, false");
         }
-        let table = if self.of_locks { locks } else { fences };
+        let table = tables.get(self.table).copied().unwrap_or_default();
+        let wrong = if self.unique { "<=" } else { "<" };
         let order = format!("\"{}\" COLLATE {}", self.column, self.collation_name);
         format!(
             "{version}, EXISTS (SELECT 1 FROM (\
                SELECT s.k, lag(s.k) OVER (ORDER BY s.k) AS before FROM (\
-                 SELECT {order} AS k FROM {table} ORDER BY {order} LIMIT {SAMPLE}) AS s) AS n WHERE n.k <= n.before)"
+                 SELECT {order} AS k FROM {table} ORDER BY {order} LIMIT {SAMPLE}) AS s) AS n WHERE n.k {wrong} n.before)"
         )
     }
 
-    fn judge(&self, actual: Option<&str>, disordered: bool, locks: &str, fences: &str) -> Result<()> {
+    fn judge(&self, actual: Option<&str>, disordered: bool, tables: &[&str]) -> Result<()> {
         let remedy = || {
             let refresh = if self.of_database() {
                 "ALTER DATABASE … REFRESH COLLATION VERSION".to_owned()
             } else {
                 format!("ALTER COLLATION {} REFRESH VERSION", self.collation_name)
             };
+            let reindex: Vec<String> = tables.iter().map(|table| format!("REINDEX TABLE {table}")).collect();
+            let reindex = reindex.join(", ");
             format!(
-                "stop every client, run REINDEX TABLE {locks}, REINDEX TABLE {fences}, then {refresh}: see \"The database's collation\" in docs/operations.md"
+                "stop every client, run {reindex}, then {refresh}: see \"The database's collation\" in docs/operations.md"
             )
         };
         if !self.deterministic {

@@ -22,6 +22,7 @@ mod extend;
 mod fragments;
 mod held;
 mod listener;
+mod members;
 mod notify;
 mod once;
 mod once_sql;

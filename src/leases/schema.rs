@@ -1,4 +1,4 @@
-//! The two tables: their names, where they are, and how they come to be.
+//! The two tables, and the optional third: their names, where they are, and how they come to be.
 //!
 //! `schema.sql` is the only DDL. [`ddl`](TableNames::ddl) runs it for the configured names, in one
 //! transaction under an advisory lock of two integers, because `CREATE TABLE IF NOT EXISTS` alone
@@ -18,6 +18,10 @@ const SCHEMA_SQL: &str = include_str!("../../schema.sql");
 
 const DEFAULT_LOCKS: &str = "syncguard_locks";
 const DEFAULT_FENCES: &str = "syncguard_fence_counters";
+const DEFAULT_MEMBERS: &str = "syncguard_members";
+
+/// Where the optional part of the DDL begins.
+const OPTIONAL: &str = "-- Optional:";
 
 /// The longest identifier (<https://www.postgresql.org/docs/current/limits.html>).
 const MAX_IDENTIFIER: usize = 63;
@@ -36,13 +40,21 @@ pub(crate) struct TableNames {
     schema: Option<String>,
     locks: String,
     fences: String,
+    members: String,
 }
 
 impl TableNames {
-    pub(crate) fn new(schema: Option<&str>, locks: Option<&str>, fences: Option<&str>) -> Result<Self> {
+    pub(crate) fn new(
+        schema: Option<&str>,
+        locks: Option<&str>,
+        fences: Option<&str>,
+        members: Option<&str>,
+    ) -> Result<Self> {
         let (locks, fences) = (locks.unwrap_or(DEFAULT_LOCKS), fences.unwrap_or(DEFAULT_FENCES));
         check("table_name", locks)?;
         check("fence_table_name", fences)?;
+        let members = members.map_or_else(|| members_of(locks), str::to_owned);
+        check("members_table_name", &members)?;
         if let Some(schema) = schema {
             check("schema", schema)?;
         }
@@ -51,7 +63,13 @@ impl TableNames {
                 "table_name and fence_table_name are the same: fence counters must be kept apart, or cleaning up leases would delete them",
             ));
         }
-        Ok(Self { schema: schema.map(str::to_owned), locks: locks.to_owned(), fences: fences.to_owned() })
+        if members == locks || members == fences {
+            return Err(LockError::invalid(
+                "members_table_name is that of another table: the members of shared leases have a table of their own",
+            ));
+        }
+        let schema = schema.map(str::to_owned);
+        Ok(Self { schema, locks: locks.to_owned(), fences: fences.to_owned(), members })
     }
 
     /// The query that finds out where the tables are. Answers, per table: its schema, whether it is
@@ -61,14 +79,6 @@ impl TableNames {
     /// schema of its own.
     pub(crate) fn survey(&self) -> Result<String> {
         let (locks, fences) = (self.literal(&self.locks)?, self.literal(&self.fences)?);
-        let index = |unique: &str, column: &str| {
-            format!(
-                "EXISTS (SELECT 1 FROM pg_catalog.pg_index i JOIN pg_catalog.pg_attribute a \
-                 ON a.attrelid {EQ} i.indrelid AND a.attnum {EQ} i.indkey[0] \
-                 WHERE i.indrelid {EQ} l.oid AND i.indnatts {EQ} 1 AND i.indisvalid AND i.indpred IS NULL{unique} \
-                 AND a.attname {EQ} '{column}')"
-            )
-        };
         Ok(format!(
             "SELECT ln.nspname, l.relpersistence, fn.nspname, f.relpersistence, \
              EXISTS (SELECT 1 FROM pg_catalog.pg_attribute a WHERE a.attrelid {EQ} f.oid AND a.attname {EQ} 'key_debug' AND NOT a.attisdropped), \
@@ -76,33 +86,62 @@ impl TableNames {
              FROM (SELECT pg_catalog.to_regclass({locks}) AS l, pg_catalog.to_regclass({fences}) AS f) AS r \
              LEFT JOIN pg_catalog.pg_class l ON l.oid {EQ} r.l LEFT JOIN pg_catalog.pg_namespace ln ON ln.oid {EQ} l.relnamespace \
              LEFT JOIN pg_catalog.pg_class f ON f.oid {EQ} r.f LEFT JOIN pg_catalog.pg_namespace fn ON fn.oid {EQ} f.relnamespace",
-            index(" AND i.indisunique", "lock_id"),
-            index("", "expires_at_ms"),
-            collation::is_asked_for(),
+            index("l", 1, " AND i.indisunique AND i.indpred IS NULL", "lock_id"),
+            index("l", 1, " AND i.indpred IS NULL", "expires_at_ms"),
+            collation::is_asked_for(&["l.oid", "f.oid"]),
+        ))
+    }
+
+    /// The query about the table of members, which is beside that of the leases. Answers: whether it is
+    /// there, whether it is unlogged, whether its three indexes exist, whether one is sorted by a collation
+    /// that can change.
+    pub(crate) fn survey_members(&self, schema: &str) -> Result<String> {
+        let mut name = String::new();
+        push_quoted(&qualified(schema, &self.members), &mut name)?;
+        Ok(format!(
+            "SELECT m.oid IS NOT NULL, m.relpersistence, {} AND {} AND {}, {} \
+             FROM (SELECT pg_catalog.to_regclass({name}) AS m) AS r LEFT JOIN pg_catalog.pg_class m ON m.oid {EQ} r.m",
+            index("m", 1, " AND i.indisunique AND i.indpred IS NULL", "lock_id"),
+            index("m", 2, " AND i.indpred IS NULL", "key"),
+            index("m", 2, " AND i.indpred IS NOT NULL", "key"),
+            collation::is_asked_for(&["m.oid"]),
         ))
     }
 
     /// What creates what is missing, in this schema: the inside of a transaction.
     pub(crate) fn ddl(&self, schema: &str) -> String {
+        self.in_setup(schema, SCHEMA_SQL.split(OPTIONAL).next().unwrap_or_default())
+    }
+
+    /// The same for the table of members.
+    pub(crate) fn members_ddl(&self, schema: &str) -> String {
+        self.in_setup(schema, SCHEMA_SQL.split(OPTIONAL).nth(1).unwrap_or_default())
+    }
+
+    fn in_setup(&self, schema: &str, sql: &str) -> String {
         let mut ddl = format!("SET LOCAL synchronous_commit TO on; {PLAIN_NAMES}; SELECT ");
         ddl.push_str(SETUP_LOCK);
         ddl.push(';');
-        ddl.push_str(&self.rename(schema));
+        ddl.push_str(&self.rename(schema, sql));
         ddl
     }
 
-    /// `schema.sql` with the configured names in the place of the default ones.
-    fn rename(&self, schema: &str) -> String {
+    /// A part of `schema.sql` with the configured names in the place of the default ones.
+    fn rename(&self, schema: &str, sql: &str) -> String {
+        // What is before the first line break is the rest of a comment.
         let sql: String =
-            SCHEMA_SQL.lines().filter_map(|line| line.split("--").next()).collect::<Vec<_>>().join("\n");
+            sql.lines().skip(1).filter_map(|line| line.split("--").next()).collect::<Vec<_>>().join("\n");
         // Every second piece is a name. One pass: a configured name may be another's default.
         let pieces =
             sql.trim_end().trim_end_matches(';').split('"').enumerate().map(|(i, piece)| match piece {
                 text if i % 2 == 0 => text.to_owned(),
                 DEFAULT_LOCKS => qualified(schema, &self.locks),
                 DEFAULT_FENCES => qualified(schema, &self.fences),
+                DEFAULT_MEMBERS => qualified(schema, &self.members),
                 "idx_syncguard_locks_lock_id" => quoted_name(&index_name(&self.locks, "lock_id")),
                 "idx_syncguard_locks_expires" => quoted_name(&index_name(&self.locks, "expires")),
+                "idx_syncguard_members_key" => quoted_name(&index_name(&self.members, "key")),
+                "idx_syncguard_members_waiting" => quoted_name(&index_name(&self.members, "waiting")),
                 column => quoted_name(column),
             });
         pieces.collect()
@@ -137,6 +176,8 @@ impl TableNames {
             _ => KeyDebug::Left,
         };
         Some(Tables {
+            members: qualified(locks, &self.members),
+            schema: locks.clone(),
             locks: qualified(locks, &self.locks),
             fences: qualified(fences, &self.fences),
             key_debug,
@@ -170,8 +211,12 @@ impl Survey {
     }
 }
 
-/// The two tables, quoted and qualified.
+/// The tables, quoted and qualified.
 pub(crate) struct Tables {
+    /// The schema of the leases, unquoted.
+    pub(crate) schema: String,
+    /// The optional table, which may not be there.
+    pub(crate) members: String,
     pub(crate) locks: String,
     pub(crate) fences: String,
     key_debug: KeyDebug,
@@ -200,6 +245,16 @@ impl Tables {
     }
 }
 
+/// Whether the table has a valid index of so many columns that begins with this one.
+fn index(table: &str, columns: u32, which: &str, column: &str) -> String {
+    format!(
+        "EXISTS (SELECT 1 FROM pg_catalog.pg_index i JOIN pg_catalog.pg_attribute a \
+         ON a.attrelid {EQ} i.indrelid AND a.attnum {EQ} i.indkey[0] \
+         WHERE i.indrelid {EQ} {table}.oid AND i.indnatts {EQ} {columns} AND i.indisvalid{which} \
+         AND a.attname {EQ} '{column}')"
+    )
+}
+
 fn qualified(schema: &str, name: &str) -> String {
     format!("{}.{}", quoted_name(schema), quoted_name(name))
 }
@@ -207,14 +262,30 @@ fn qualified(schema: &str, name: &str) -> String {
 /// An index name that fits: cut, with a digest of the table's name, where the plain one is too long.
 /// PostgreSQL would cut it silently, and two long names would become one.
 fn index_name(table: &str, suffix: &str) -> String {
-    let plain = format!("idx_{table}_{suffix}");
+    fitting("idx_", table, suffix)
+}
+
+/// The name of the table of members beside a table of leases.
+fn members_of(locks: &str) -> String {
+    if locks == DEFAULT_LOCKS { DEFAULT_MEMBERS.to_owned() } else { fitting("", locks, "members") }
+}
+
+fn fitting(prefix: &str, table: &str, suffix: &str) -> String {
+    let plain = format!("{prefix}{table}_{suffix}");
     if plain.len() <= MAX_IDENTIFIER {
         return plain;
     }
-    let digest = Sha256::digest(table.as_bytes());
-    let hex = digest.iter().take(4).fold(String::new(), |hex, byte| hex + &format!("{byte:02x}"));
-    let keep = MAX_IDENTIFIER - "idx__".len() - 1 - hex.len() - suffix.len();
-    format!("idx_{}_{hex}_{suffix}", table.get(..keep).unwrap_or(table))
+    let hex = digest(table, 4);
+    let keep = MAX_IDENTIFIER - prefix.len() - "__".len() - hex.len() - suffix.len();
+    format!("{prefix}{}_{hex}_{suffix}", table.get(..keep).unwrap_or(table))
+}
+
+/// So many bytes of a digest, as hex digits.
+pub(super) fn digest(text: &str, bytes: usize) -> String {
+    Sha256::digest(text.as_bytes())
+        .iter()
+        .take(bytes)
+        .fold(String::new(), |hex, byte| hex + &format!("{byte:02x}"))
 }
 
 fn check(option: &str, name: &str) -> Result<()> {
@@ -235,19 +306,20 @@ mod tests {
     #[test]
     fn names_are_checked_before_anything_else() {
         for bad in ["", "1abc", "a-b", "a b", "a\"b", "a;b", "a.b", "\u{e9}", &"x".repeat(64)] {
-            for (schema, locks, fences) in
-                [(Some(bad), None, None), (None, Some(bad), None), (None, None, Some(bad))]
-            {
-                let error = TableNames::new(schema, locks, fences).unwrap_err();
+            for place in 0..4 {
+                let name = |at| (place == at).then_some(bad);
+                let error = TableNames::new(name(0), name(1), name(2), name(3)).unwrap_err();
                 assert_eq!(error.code(), crate::ErrorCode::InvalidArgument, "{bad:?}");
             }
         }
         for good in ["app_locks", "_x9", "Locks", "select", &"x".repeat(63)] {
-            TableNames::new(Some(good), Some(good), None).unwrap();
+            TableNames::new(Some(good), Some(good), None, None).unwrap();
         }
-        assert!(TableNames::new(None, Some("same"), Some("same")).is_err());
-        assert!(TableNames::new(None, Some(DEFAULT_FENCES), None).is_err());
-        TableNames::new(None, Some("Same"), Some("same")).unwrap();
+        assert!(TableNames::new(None, Some("same"), Some("same"), None).is_err());
+        assert!(TableNames::new(None, Some(DEFAULT_FENCES), None, None).is_err());
+        assert!(TableNames::new(None, None, None, Some(DEFAULT_LOCKS)).is_err());
+        assert!(TableNames::new(None, None, Some("same"), Some("same")).is_err());
+        TableNames::new(None, Some("Same"), Some("same"), Some("SAME")).unwrap();
     }
 
     #[test]
@@ -262,16 +334,32 @@ mod tests {
 
     #[test]
     fn the_ddl_carries_the_configured_names_only() {
-        let names = TableNames::new(None, Some("My_Locks"), Some("my_fences")).unwrap();
+        let names = TableNames::new(None, Some("My_Locks"), Some("my_fences"), None).unwrap();
         let ddl = names.ddl("app");
         assert!(!ddl.contains("syncguard"), "{ddl}");
         assert!(ddl.contains("\"app\".\"My_Locks\"") && ddl.contains("\"app\".\"my_fences\""));
-        assert!(ddl.contains("\"idx_My_Locks_lock_id\""));
+        assert!(ddl.contains("\"idx_My_Locks_lock_id\"") && !ddl.contains("members"));
+        let ddl = names.members_ddl("app");
+        assert!(!ddl.contains("syncguard") && ddl.contains("\"app\".\"My_Locks_members\""), "{ddl}");
+        assert!(ddl.contains("\"idx_My_Locks_members_key\"") && !ddl.contains("my_fences"), "{ddl}");
+    }
+
+    #[test]
+    fn the_table_of_members_is_named_after_that_of_the_leases() {
+        let members = |locks, members| TableNames::new(None, locks, None, members).unwrap().members;
+        assert_eq!(members(None, None), "syncguard_members");
+        assert_eq!(members(Some("billing"), None), "billing_members");
+        assert_eq!(members(Some("billing"), Some("readers")), "readers");
+        let (a, b) = (format!("{}a", "x".repeat(62)), format!("{}b", "x".repeat(62)));
+        assert!(
+            members(Some(&a), None).len() == MAX_IDENTIFIER && members(Some(&a), None).ends_with("_members")
+        );
+        assert_ne!(members(Some(&a), None), members(Some(&b), None));
     }
 
     #[test]
     fn the_ddl_keeps_names_apart_that_are_each_others_defaults() {
-        let names = TableNames::new(None, Some(DEFAULT_FENCES), Some(DEFAULT_LOCKS)).unwrap();
+        let names = TableNames::new(None, Some(DEFAULT_FENCES), Some(DEFAULT_LOCKS), None).unwrap();
         let ddl = names.ddl(DEFAULT_FENCES);
         let schema = quoted_name(DEFAULT_FENCES);
         assert!(ddl.contains(&format!("EXISTS {schema}.\"{DEFAULT_FENCES}\" (\n    \"key\" TEXT")), "{ddl}");

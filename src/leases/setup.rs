@@ -57,7 +57,7 @@ pub(super) fn survey_on(session: &mut Session<'_>, names: &TableNames) -> Result
         own_path: flag(10)?,
     };
     if let (true, Some(tables)) = (survey.sorted_by_collation, names.resolved(&survey, false)) {
-        collation::check(session, &tables.locks, &tables.fences)?;
+        collation::check(session, &[&tables.locks, &tables.fences])?;
     }
     Ok(survey)
 }
@@ -120,7 +120,7 @@ pub(super) fn log_survey(survey: &Survey, names: &TableNames) {
 }
 
 /// Why setup failed, where that is another matter than in a call on the tables.
-fn setup_error(error: LockError) -> LockError {
+pub(super) fn setup_error(error: LockError) -> LockError {
     let message = match error.sqlstate() {
         // Its grants are not those of a holder.
         Some("42501") => {

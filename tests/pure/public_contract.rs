@@ -27,6 +27,8 @@ fn builder(pool: Pool, config: &Config) -> [Result<PgLockClient>; 3] {
     let builder: PgLockClientBuilder = PgLockClient::builder()
         .table_name("locks")
         .fence_table_name("fences")
+        .members_table_name("members")
+        .create_members_table(false)
         .schema("app")
         .auto_create_tables(true)
         .cleanup_in_is_locked(false)
