@@ -1,12 +1,13 @@
 //! Negative controls: a library without one of its safeguards is caught, by the rule that should
-//! catch it. And one that must pass, because correctness does not rest on it.
+//! catch it. And one that must pass, because correctness does not rest on it. Those of sets, permits and runs:
+//! [`kind_controls`](crate::kind_controls).
 
 use std::time::Duration;
 
 use syncguard::{AcquireResult, CancelToken, ExtendResult, Heartbeat, LockOptions, PgLockClient};
 
 use crate::checker::{Allow, Violation, check};
-use crate::history::{Belief, Blocked, History, Op, Outcome, What, now};
+use crate::history::{Belief, Blocked, History, Op, Outcome, Run, What, now};
 use crate::safeguards::without;
 use crate::storm::{Report, Setup, run};
 use crate::support::clock::Clock;
@@ -14,7 +15,7 @@ use crate::support::worker::{self, Parent};
 use crate::support::{Action, Config, LIMIT, Proxy, Server, Worker, wait_until};
 use crate::weather::Fault;
 
-const TTL: Duration = Duration::from_secs(60);
+pub const TTL: Duration = Duration::from_secs(60);
 
 const SECONDS: u64 = 4;
 /// How often a storm is tried until it shows the damage: one is enough nearly always.
@@ -22,6 +23,12 @@ const TRIES: u64 = 10;
 
 #[track_caller]
 fn is_caught(missing: &'static str, fenced: bool, faults: &[Fault], rule: &str) {
+    is_caught_with(false, missing, fenced, faults, rule);
+}
+
+/// In a storm of plain locks, or with the other kinds.
+#[track_caller]
+pub fn is_caught_with(kinds: bool, missing: &'static str, fenced: bool, faults: &[Fault], rule: &str) {
     let mut others = Vec::new();
     for n in 1..=TRIES {
         let setup = Setup {
@@ -29,7 +36,7 @@ fn is_caught(missing: &'static str, fenced: bool, faults: &[Fault], rule: &str) 
             faults,
             without: missing,
             practice: false,
-            kinds: false,
+            kinds,
             fenced,
             seed: crate::seed() + n,
             operation: 700,
@@ -59,44 +66,44 @@ fn contender(parent: &Parent) {
     parent.say("ready");
     let call = parent.hear();
     let decided = |expires_at_ms: i64| expires_at_ms - i64::try_from(TTL.as_millis()).expect("it is small");
-    let answer = if call == "extend" {
-        client.extend(STRANGER, TTL).map(|answer| match answer {
+    let answer = match call.as_str() {
+        "extend" => client.extend(STRANGER, TTL).map(|answer| match answer {
             ExtendResult::Extended { expires_at_ms } => format!("ok 0 {}", decided(expires_at_ms)),
             ExtendResult::NotHeld => "refused".to_owned(),
-        })
-    } else {
-        client.acquire("k", TTL).map(|answer| match answer {
+        }),
+        "acquire" => client.acquire("k", TTL).map(|answer| match answer {
             AcquireResult::Acquired(it) => format!("ok {} {}", it.fence.get(), decided(it.expires_at_ms)),
             AcquireResult::Locked => "refused".to_owned(),
-        })
+        }),
+        kind => crate::kind_controls::call(&client, kind),
     };
     parent.say(&answer.unwrap_or_else(|error| format!("failed {error}")));
 }
 
 /// The lock id of whoever is in the way.
-const STRANGER: &str = "BBBBBBBBBBBBBBBBBBBBBA";
+pub const STRANGER: &str = "BBBBBBBBBBBBBBBBBBBBBA";
 
 /// A row of the key and its counter, whose lease ends that many milliseconds from now.
-fn row(ends_in_ms: i64) -> String {
+pub fn row(key: &str, ends_in_ms: i64) -> String {
     format!(
-        "INSERT INTO syncguard_fence_counters (fence_key, fence) VALUES ('fence:k', 1); \
-         INSERT INTO syncguard_locks SELECT 'k', '{STRANGER}', now + {ends_in_ms}, now, '000000000000001', 'k' \
+        "INSERT INTO syncguard_fence_counters (fence_key, fence) VALUES ('fence:{key}', 1); \
+         INSERT INTO syncguard_locks SELECT '{key}', '{STRANGER}', now + {ends_in_ms}, now, '000000000000001', '{key}' \
          FROM (SELECT floor(extract(epoch FROM clock_timestamp()) * 1000)::int8 AS now) AS clock; "
     )
 }
 
 /// Forces a race instead of hoping for it: `contenders` call while a stranger's transaction stands in
 /// their way, which began with `before` and ends once all of them wait for it.
-struct Race<'a> {
+pub struct Race<'a> {
     /// The safeguards that are taken out, see [`safeguards`](crate::safeguards).
-    without: &'static str,
-    messages: &'a str,
-    call: &'a str,
-    contenders: usize,
+    pub without: &'static str,
+    pub messages: &'a str,
+    pub call: &'a str,
+    pub contenders: usize,
     /// What is there before.
-    there: String,
+    pub there: String,
     /// What the stranger does.
-    stranger: String,
+    pub stranger: String,
 }
 
 impl Race<'_> {
@@ -118,7 +125,6 @@ impl Race<'_> {
             })
             .collect();
         contenders.iter_mut().for_each(|contender| contender.expect("ready"));
-        assert_eq!(proxy.rewritten() > 0, !missing.is_empty(), "{missing:?} was taken out");
         let mut sql = server.client();
         sql.batch_execute(&self.there).unwrap();
         let mut stranger = server.client();
@@ -144,10 +150,17 @@ impl Race<'_> {
         });
         stranger.batch_execute("COMMIT").unwrap();
         let told: Vec<_> = contenders.iter_mut().map(Worker::hear).collect();
+        // The statements of sets, permits and runs are prepared with their first call.
+        assert_eq!(proxy.rewritten() > 0, !missing.is_empty(), "{missing:?} was taken out");
         let blocked = vec![Blocked { key: "k".to_owned(), from_ms, to_ms }];
         let mut history = History { blocked, ..History::default() };
-        if self.stranger.contains("INSERT") {
+        if self.stranger.contains("INSERT INTO syncguard_locks") {
             history.beliefs.push(belief(0, 1));
+        }
+        if self.call == "run" {
+            history
+                .ops
+                .push(Op { what: What::Finish, ..answered(0, Outcome::Ok { number: SLOT, decided_ms: 0 }) });
         }
         for (process, line) in (1..).zip(&told) {
             if let ["ok", number, decided] = line.split(' ').collect::<Vec<_>>().as_slice() {
@@ -155,6 +168,7 @@ impl Race<'_> {
                 history.ops.push(answered(process, Outcome::Ok { number, decided_ms }));
                 if number > 0 {
                     history.beliefs.push(belief(process, number));
+                    history.runs.push(Run { process, job: "k".to_owned(), slot: SLOT, begun: now() });
                 }
             }
         }
@@ -168,7 +182,7 @@ impl Race<'_> {
 
     /// With all safeguards all is well; without these, it is not.
     #[track_caller]
-    fn catches(&mut self, missing: &'static str, rule: &str) {
+    pub fn catches(&mut self, missing: &'static str, rule: &str) {
         self.without = "";
         let (told, violations) = self.run();
         assert!(violations.is_empty(), "{told:?}: {violations:?}");
@@ -204,13 +218,16 @@ fn answered(process: u32, outcome: Outcome) -> Op {
     }
 }
 
+/// The slot of a contender's run, which the stranger marks as done.
+pub const SLOT: u64 = 7;
+
 fn holding_the_row<'a>(call: &'a str, messages: &'a str, ends_in_ms: i64) -> Race<'a> {
     Race {
         without: "",
         messages,
         call,
         contenders: 1,
-        there: row(ends_in_ms),
+        there: row("k", ends_in_ms),
         stranger: "SELECT FROM syncguard_locks FOR UPDATE".to_owned(),
     }
 }
@@ -234,7 +251,7 @@ fn with_the_transactions_clock_it_is_caught() {
 fn without_the_upserts_condition_it_is_caught() {
     worker::part("contender", contender);
     for messages in ["1", "2"] {
-        let (there, stranger) = (String::new(), row(60_000));
+        let (there, stranger) = (String::new(), row("k", 60_000));
         let mut race = Race { without: "", messages, call: "acquire", contenders: 1, there, stranger };
         race.catches("upsert-condition", "overlap");
     }

@@ -70,8 +70,8 @@ pub struct Run {
     pub process: u32,
     pub job: String,
     pub slot: u64,
-    /// When the run was asked for.
-    pub asked: u64,
+    /// A time at which its lease was trusted, or else when it was asked for.
+    pub begun: u64,
 }
 
 /// A holder found itself to be one, at two times and so between them.
@@ -181,8 +181,8 @@ impl Reader {
                 parts(op, words.get(4).copied().unwrap_or_default(), into);
             }
             ["J", job, ..] => {
-                let (process, job, slot, asked) = (self.process, (*job).to_owned(), number(2), number(3));
-                into.runs.push(Run { process, job, slot, asked });
+                let (process, job, slot, begun) = (self.process, (*job).to_owned(), number(2), number(3));
+                into.runs.push(Run { process, job, slot, begun });
             }
             ["H", key, ..] => {
                 let (fence, ttl, time) = (number(2), number(3), number(4));

@@ -168,17 +168,17 @@ fn once(history: &History, found: &mut Vec<Violation>) {
     }
     for (job, mut runs) in by_key(history.runs.iter(), |run| &run.job) {
         for run in &runs {
-            let before = known.get(job).and_then(|known| known.before(run.asked));
+            let before = known.get(job).and_then(|known| known.before(run.begun));
             if let Some(before) = before.filter(|before| *before >= run.slot) {
                 let text = format!("{job}: slot {} ran after slot {before} was done", run.slot);
-                found.push(violation("once", text, run.asked));
+                found.push(violation("once", text, run.begun));
             }
         }
-        runs.sort_by_key(|run| (run.slot, run.asked));
+        runs.sort_by_key(|run| (run.slot, run.begun));
         for pair in runs.windows(2).filter(|pair| job.starts_with("claim") && pair[0].slot == pair[1].slot) {
             let (first, second) = (pair[0].process, pair[1].process);
             let text = format!("{job}: slot {} began in process {first} and in {second}", pair[0].slot);
-            found.push(violation("claimed", text, pair[1].asked));
+            found.push(violation("claimed", text, pair[1].begun));
         }
     }
 }
@@ -231,8 +231,8 @@ mod tests {
         Outcome::Ok { number, decided_ms: 0 }
     }
 
-    fn run(job: &str, slot: u64, asked: u64) -> Run {
-        Run { process: 1, job: job.to_owned(), slot, asked: asked * MS }
+    fn run(job: &str, slot: u64, begun: u64) -> Run {
+        Run { process: 1, job: job.to_owned(), slot, begun: begun * MS }
     }
 
     #[track_caller]
@@ -319,9 +319,9 @@ mod tests {
 
     #[test]
     fn a_slot_that_is_done_or_begun_again_is_found() {
-        let with = |slot, asked, job: &str| History {
+        let with = |slot, begun, job: &str| History {
             ops: vec![op(What::Finish, job, (5, 10), ok(7))],
-            runs: vec![run(job, 7, 0), run(job, slot, asked)],
+            runs: vec![run(job, 7, 0), run(job, slot, begun)],
             ..History::default()
         };
         finds(&with(8, 20, "job"), None);

@@ -254,7 +254,8 @@ impl Holder<'_> {
         let result = self.client.run_once(job, slot, options, |run| {
             let fence = run.fence().get();
             self.end(begin, &format!("ok {fence} 0"));
-            self.say(&format!("J {job} {} {asked}", run.slot()));
+            let at = now();
+            self.say(&format!("J {job} {} {}", run.slot(), if run.is_held() { at } else { asked }));
             for _ in 0..rounds {
                 if !self.believe(job, fence, ttl, || run.is_held()) {
                     break;
