@@ -223,7 +223,9 @@ pub use advisory::{
 };
 
 pub use diagnostics::{get_by_id, get_by_id_raw, get_by_key, get_by_key_raw, owns};
-pub use leases::{BrokenLock, CLEANUP_GUARD_MS, Counts, IdleCounter, Operator, Waiter};
+pub use leases::{
+    BrokenLock, CLEANUP_GUARD_MS, Counts, IdleCounter, JobMark, MarkReset, Operator, SlotKind, Waiter,
+};
 pub use memory::MemoryBackend;
 pub use telemetry::{
     EventResult, LockEvent, Operation, Telemetry, TelemetryHandle, TelemetryOptions, with_telemetry,

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use crate::model::fence::Fence;
 use crate::model::hash::hash_key;
+use crate::model::key::permit_of;
 
 /// Which lease to look up.
 #[derive(Clone, Copy)]
@@ -29,8 +30,12 @@ impl fmt::Debug for Lookup<'_> {
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub struct LockInfo {
-    /// [`hash_key`](crate::hash_key) of the key.
+    /// [`hash_key`](crate::hash_key) of the key: for a permit that of its
+    /// [guard's](crate::LockGuard::key), but where [`Operator`](crate::Operator) answers that of the semaphore's name.
     pub key_hash: String,
+    /// Which of its semaphore's permits it is; `None` for a lock.
+    #[cfg_attr(feature = "serde", serde(default, skip_serializing_if = "Option::is_none"))]
+    pub permit: Option<u32>,
     /// [`hash_key`](crate::hash_key) of the lock id.
     pub lock_id_hash: String,
     /// When the lease ends, in Unix milliseconds of the server's clock.
@@ -78,8 +83,11 @@ impl Holder {
 #[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LockInfoRaw {
-    /// The caller's key, in NFC.
+    /// The caller's key, in NFC. For a permit its [guard's](crate::LockGuard::key), but where
+    /// [`Operator`](crate::Operator) answers the semaphore's name.
     pub key: String,
+    /// Which of its semaphore's permits it is; `None` for a lock.
+    pub permit: Option<u32>,
     /// The lock id. Whoever knows it can release the lock.
     pub lock_id: String,
     /// When the lease ends, in Unix milliseconds of the server's clock.
@@ -94,7 +102,16 @@ impl LockInfoRaw {
     /// A live lease as a backend found it.
     #[must_use]
     pub fn new(key: String, lock_id: String, expires_at_ms: i64, acquired_at_ms: i64, fence: Fence) -> Self {
-        Self { key, lock_id, expires_at_ms, acquired_at_ms, fence }
+        let permit = permit_of(&key).map(|(_, number)| number);
+        Self { key, permit, lock_id, expires_at_ms, acquired_at_ms, fence }
+    }
+
+    /// The same lease, a permit under its semaphore's name.
+    pub(crate) fn under_its_name(mut self) -> Self {
+        if let Some((name, _)) = permit_of(&self.key) {
+            self.key = name.to_owned();
+        }
+        self
     }
 
     /// The same lease without what must not be printed.
@@ -102,6 +119,7 @@ impl LockInfoRaw {
     pub fn sanitized(&self) -> LockInfo {
         LockInfo {
             key_hash: hash_key(&self.key),
+            permit: self.permit,
             lock_id_hash: hash_key(&self.lock_id),
             expires_at_ms: self.expires_at_ms,
             acquired_at_ms: self.acquired_at_ms,

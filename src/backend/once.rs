@@ -27,8 +27,9 @@ enum Kind {
 impl Slot {
     /// The current period, by the server's clock: 1 ms or longer, in whole milliseconds, a fraction cut off.
     ///
-    /// Periods are counted from 1970-01-01T00:00:00Z, so those of a day begin at midnight UTC. The slot's
-    /// number is the start of its period in Unix milliseconds: it grows also when the period is changed.
+    /// Its number is the clock divided by the period, rounded down: periods are counted from
+    /// 1970-01-01T00:00:00Z, so those of a day begin at midnight UTC. What marks it as done is the *start* of the
+    /// period in Unix milliseconds, which grows also when the period is changed.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -96,8 +97,8 @@ impl Slot {
         }
     }
 
-    /// The number of the slot at this time of the server's clock, in Unix milliseconds. For backends, after
-    /// [`check`](Self::check).
+    /// What marks the slot at this time of the server's clock as done: the start of its period, both in Unix
+    /// milliseconds, or the caller's number. For backends, after [`check`](Self::check).
     ///
     /// ```
     /// # use std::time::Duration;
@@ -139,10 +140,14 @@ impl Slot {
         }
     }
 
+    /// The number of the slot with this mark: the periods since 1970, or the caller's number.
+    pub(crate) fn number_of(&self, mark: u64) -> u64 {
+        mark / self.period_ms().unwrap_or(1).max(1)
+    }
+
     /// How many slots lie between the one that was marked last and this one.
     pub(crate) fn between(&self, last: u64, slot: u64) -> u64 {
-        let per = self.period_ms().unwrap_or(1).max(1);
-        (slot / per).saturating_sub(last / per).saturating_sub(1)
+        self.number_of(slot).saturating_sub(self.number_of(last)).saturating_sub(1)
     }
 
     /// Says in the log that nothing runs until the clock has come to a mark that lies beyond it.
@@ -202,9 +207,9 @@ pub enum BeginOutcome {
 pub struct BegunRun {
     /// Its lease.
     pub grant: Grant,
-    /// Its slot, by the clock of the grant.
+    /// What will mark its slot as done, by the clock of the grant: see [`Slot::at`].
     pub slot: u64,
-    /// The last slot that was marked as done.
+    /// The mark of the last slot that is done.
     pub last: Option<u64>,
 }
 
@@ -228,12 +233,12 @@ pub struct MarkRun<'a> {
     pub fence: Fence,
     /// The kind of its slot.
     pub slot: Slot,
-    /// The number of its slot.
+    /// What marks its slot: see [`Slot::at`].
     pub number: u64,
 }
 
 impl<'a> MarkRun<'a> {
-    /// The slot with this number, run under this lease.
+    /// The slot with this mark, run under this lease.
     #[must_use]
     pub const fn new(key: &'a str, lock_id: &'a str, fence: Fence, slot: Slot, number: u64) -> Self {
         Self { key, lock_id, fence, slot, number }
@@ -292,6 +297,19 @@ mod tests {
             assert_eq!(every(period).at(now), slot, "{now} in periods of {period}");
         }
         assert_eq!(Slot::every(Duration::from_micros(1_999)).at(17), 17, "a fraction is cut off");
+    }
+
+    #[test]
+    fn a_slots_number_is_the_clock_divided_by_its_period() {
+        for (period, now) in [(1, 17), (10, 19), (10, 20), (1_000, 999), (86_400_000, 1_795_824_000_123)] {
+            let slot = every(period);
+            assert_eq!(
+                slot.number_of(slot.at(now)),
+                u64::try_from(now).unwrap() / period,
+                "{now} by {period}"
+            );
+        }
+        assert_eq!(Slot::number(20_261_128).number_of(20_261_128), 20_261_128);
     }
 
     #[test]

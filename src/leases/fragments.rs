@@ -23,6 +23,11 @@ pub(super) fn live(expires_at_ms: &str, now_ms: &str) -> String {
     format!("({expires_at_ms} {GT} ({now_ms} {MINUS} {TIME_TOLERANCE_MS}))")
 }
 
+/// Which rows of the counters, as `c`, are marks of jobs and no counters of a key. In PLAIN_NAMES, and only where
+/// the database can store U+2126.
+pub(super) const MARKS: &str =
+    "(c.fence_key LIKE E'fence:%\\u2126done' OR c.fence_key LIKE E'fence:%\\u2126number')";
+
 /// The row's version: the transaction that wrote it. Row locks, freezing and rewriting leave it as it is
 /// (<https://www.postgresql.org/docs/current/ddl-system-columns.html>).
 pub(super) const VERSION: &str = "l.xmin::pg_catalog.text";

@@ -33,12 +33,12 @@ pub(super) fn release(tables: &Tables) -> String {
 /// The end of a live lease, which is what nearly every release finds, at half of the price of
 /// [`release`]. The row is judged when it is found, and once more when it is deleted: a wait for
 /// somebody's lock lies between the two, and if the lease was over by then, the message fails
-/// (22012) and changes nothing.
+/// (22012) and changes nothing. The key says whether it was a permit.
 pub(super) fn release_live(tables: &Tables, notification: &str) -> String {
     let (locks, alive) = (&tables.locks, live("l.expires_at_ms", CLOCK));
     format!(
         "DELETE FROM {locks} AS l WHERE l.lock_id {EQ} $1 AND {alive} \
-         RETURNING 1 OPERATOR(pg_catalog./) (CASE WHEN {alive} THEN 1 ELSE 0 END), {RELAXED}{notification}"
+         RETURNING 1 OPERATOR(pg_catalog./) (CASE WHEN {alive} THEN 1 ELSE 0 END), {RELAXED}, l.key{notification}"
     )
 }
 

@@ -11,17 +11,20 @@
 //! | `several`, `several_sql` | several keys at once, and their statements |
 //! | `once`, `once_sql` | runs, once per slot, and their statements |
 //! | `refusals` | what a statement says by failing |
-//! | `operator`, `cleanup` | what operators see and may do; deleting rows that are long over |
+//! | `operator`, `cleanup` | what operators see; deleting rows that are long over |
+//! | `breaking`, `marks` | taking a lease away by hand; the marks of jobs |
 //! | `notify`, `listener`, `wake_ups` | how a release reaches waiters in other processes |
 
 mod acquire;
 mod backend;
+mod breaking;
 mod cleanup;
 mod collation;
 mod extend;
 mod fragments;
 mod held;
 mod listener;
+mod marks;
 mod members;
 mod notify;
 mod once;
@@ -41,7 +44,9 @@ mod sql;
 mod wake_ups;
 
 pub(crate) use backend::{PostgresBackend, Settings};
+pub use breaking::BrokenLock;
 pub use cleanup::CLEANUP_GUARD_MS;
-pub use operator::{BrokenLock, Counts, IdleCounter, Operator, Waiter};
+pub use marks::{JobMark, MarkReset, SlotKind};
+pub use operator::{Counts, IdleCounter, Operator, Waiter};
 pub(crate) use port::{completion_error, fence_error};
 pub(crate) use schema::TableNames;

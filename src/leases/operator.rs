@@ -1,11 +1,8 @@
-//! For operators: who holds what, what waits, how many there are, and the two ways to take rows
-//! away: cleaning up what is long over, and breaking a lock by hand.
+//! For operators: who holds what, what waits, how many there are, and what is long over.
 //!
 //! 1. Nothing here deletes or lowers a fence counter.
 //! 2. Cleanup deletes a row only if it is over by more than [`CLEANUP_GUARD_MS`], judged by the
 //!    server's clock on the newest version of the row, in the deleting statement itself.
-//! 3. A broken lock's fence is raised with it, in one transaction: whatever the old holder still
-//!    writes under its fence is refused. Where it cannot be raised, the lock is not broken either.
 
 use std::fmt;
 use std::sync::Arc;
@@ -13,19 +10,15 @@ use std::time::{Duration, Instant};
 
 use crate::backend::{LockInfo, LockInfoRaw};
 use crate::cancel::CancelToken;
-use crate::error::{LockError, Result};
-use crate::leases::acquire::explain_unraised_counter;
+use crate::error::{ErrorCode, LockError, Result};
 use crate::leases::backend::PostgresBackend;
 use crate::leases::fragments::{CLOCK, live};
-use crate::leases::notify::notify_waiters;
-use crate::leases::refusals::{cannot_notify, is_all_or_nothing, is_swallowed, swallowed};
 use crate::leases::setup::ResolvedTables;
-use crate::model::fence::{FENCE_MAX, Fence};
+use crate::model::fence::Fence;
 use crate::model::hash::hash_key;
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::pg::Failure;
 use crate::pg::answers::{Row, int, malformed, required, text};
-use crate::pg::names::PLAIN_NAMES;
 use crate::pg::session::Session;
 use crate::pg::statement::{Arg, Message, Statement};
 
@@ -40,7 +33,7 @@ use crate::pg::statement::{Arg, Message, Statement};
 /// No token ends them.
 #[derive(Clone)]
 pub struct Operator {
-    backend: Arc<PostgresBackend>,
+    pub(super) backend: Arc<PostgresBackend>,
 }
 
 /// How many rows there are. From [`Operator::counts`].
@@ -52,8 +45,12 @@ pub struct Counts {
     pub live: u64,
     /// Rows whose lease is over: taken over by the next holder, or deleted by cleanup.
     pub expired: u64,
-    /// Fence counters: one for each key that was ever locked.
+    /// Fence counters: one for each key that was ever locked, and for each permit.
     pub counters: u64,
+    /// Marks of jobs that run once per slot: see [`Operator::marks`]. `None` if the role may not read the
+    /// counters' names: `counters` has the marks in it then.
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub marks: Option<u64>,
 }
 
 /// A session that is stuck over a key. From [`Operator::waiters`].
@@ -71,18 +68,6 @@ pub struct Waiter {
     /// its locks until somebody ends it, see `pg_prepared_xacts`
     /// (<https://www.postgresql.org/docs/current/view-pg-prepared-xacts.html>).
     pub blocked_by: Vec<i32>,
-}
-
-/// What [`Operator::break_lock`] did.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
-#[non_exhaustive]
-pub struct BrokenLock {
-    /// The lease that was taken away, live or not; `None` if the key was free, or if its row was not
-    /// one that a SyncGuard client writes.
-    pub was: Option<LockInfo>,
-    /// The key's counter now: greater than every fence that was ever granted.
-    pub fence: Fence,
 }
 
 /// A counter that nothing has raised for long. From [`Operator::idle_counters`].
@@ -109,7 +94,8 @@ impl Operator {
         Self { backend }
     }
 
-    /// The live leases, those that end last first, at most `limit` of them.
+    /// The live leases, those that end last first, at most `limit` of them. A permit stands under its
+    /// semaphore's name, with its number.
     ///
     /// ```no_run
     /// # let operator = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?.operator();
@@ -143,7 +129,7 @@ impl Operator {
         .collect()
     }
 
-    /// How many live leases, rows of leases that are over, and fence counters there are. It counts
+    /// How many live leases, rows of leases that are over, fence counters and marks there are. It counts
     /// them: on millions of counters that takes a while.
     ///
     /// ```no_run
@@ -153,18 +139,33 @@ impl Operator {
     /// # Ok::<(), syncguard::LockError>(())
     /// ```
     pub fn counts(&self) -> Result<Counts> {
-        let rows = self.ask(|at| {
-            let (locks, fences, alive) =
-                (&at.tables.locks, &at.tables.fences, live("l.expires_at_ms", "t.now"));
-            format!(
-                "SELECT count(*) FILTER (WHERE {alive}), count(*) FILTER (WHERE NOT {alive}), \
-                 (SELECT count(*) FROM {fences}) FROM {locks} AS l, (SELECT {CLOCK} AS now OFFSET 0) AS t"
-            )
-        })?;
+        let counted = |named: bool| {
+            self.ask(|at| {
+                let (locks, fences) = (&at.tables.locks, &at.tables.fences);
+                let (alive, marks) = (live("l.expires_at_ms", "t.now"), at.marks());
+                let of_fences = if named {
+                    format!("count(*) FILTER (WHERE NOT {marks}), count(*) FILTER (WHERE {marks} AND c.fence >= 0)")
+                } else {
+                    "count(*), NULL".to_owned()
+                };
+                format!(
+                    "SELECT l.*, c.* FROM (\
+                       SELECT count(*) FILTER (WHERE {alive}), count(*) FILTER (WHERE NOT {alive}) \
+                       FROM {locks} AS l, (SELECT {CLOCK} AS now OFFSET 0) AS t) AS l, \
+                     (SELECT {of_fences} FROM {fences} AS c) AS c"
+                )
+            })
+        };
+        let rows = match counted(true) {
+            // The role may count them and not read their names.
+            Err(error) if error.code() == ErrorCode::AuthFailed => counted(false)?,
+            rows => rows?,
+        };
         let row = required(rows.first())?;
-        let count =
-            |column| -> Result<u64> { u64::try_from(required(int(row, column)?)?).map_err(|_| malformed()) };
-        Ok(Counts { live: count(0)?, expired: count(1)?, counters: count(2)? })
+        let number = |n: i64| u64::try_from(n).map_err(|_| malformed());
+        let count = |column| -> Result<u64> { number(required(int(row, column)?)?) };
+        let marks = int(row, 3)?.map(number).transpose()?;
+        Ok(Counts { live: count(0)?, expired: count(1)?, counters: count(2)?, marks })
     }
 
     /// The acquires of this key that wait in the server right now, in no order: those in its queue, and
@@ -218,71 +219,6 @@ impl Operator {
             .collect()
     }
 
-    /// Takes a key away from whoever holds it, and raises its fence, so that what the old holder
-    /// still writes under a fence is refused. The holder notices at its next renewal.
-    ///
-    /// `who` is logged as a warning beside the key's hash, also where the answer was lost and the lock
-    /// perhaps broken: say who asked, and why.
-    ///
-    /// Without fenced writes the old holder goes on working until it notices: make sure that it has
-    /// stopped first.
-    ///
-    /// ```no_run
-    /// # let operator = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?.operator();
-    /// let broken = operator.break_lock("report", "on call: its host is gone")?;
-    /// println!("the fencing token is {} now", broken.fence);
-    /// # Ok::<(), syncguard::LockError>(())
-    /// ```
-    ///
-    /// # Errors
-    ///
-    /// `NetworkTimeout` if the holder's row or counter stays locked by a transaction, `Internal` if the
-    /// counter cannot be raised because it is at its limit or was changed by hand. Then, as after every
-    /// error but an unknown outcome, nothing was changed.
-    pub fn break_lock(&self, key: &str, who: &str) -> Result<BrokenLock> {
-        let key = Key::new(key)?;
-        let (storage_key, fence_key) = key.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?;
-        let broken = self.backend.run(self.backend.database.end(), &CancelToken::never(), |session, at| {
-            let mut attempt = |notifies| {
-                let message = Message::new()
-                    .raw(session.prelude())
-                    .raw(PLAIN_NAMES)
-                    .call(&at.statements.queue, &[Arg::Text(&storage_key)])
-                    .plain(
-                        &take_away(at, notifies),
-                        &[Arg::Text(&storage_key), Arg::Text(&fence_key), Arg::Text(key.as_str())],
-                    )?;
-                session.commit(&message)
-            };
-            let answers = match attempt(at.notifies) {
-                Err(failure) if at.notifies && cannot_notify(&failure) => attempt(false),
-                answers => answers,
-            };
-            let answers = match answers {
-                Err(failure) if is_swallowed(&failure) => return Err(swallowed().into()),
-                Err(failure) if is_all_or_nothing(&failure) => {
-                    return Err(explain_unraised_counter(session, at, &fence_key));
-                }
-                answers => answers?,
-            };
-            let row = required(answers.row(0)?)?;
-            // It is gone for good: a row that cannot be read is no error any more.
-            let was = lease(row).ok();
-            let fence = u64::try_from(required(int(row, 6)?)?).ok().and_then(Fence::new);
-            Ok(BrokenLock { was: was.map(|lease| lease.sanitized()), fence: required(fence)? })
-        });
-        let hash = hash_key(key.as_str());
-        let broken = broken.map_err(|failure| {
-            if failure.is_in_doubt() {
-                log::warn!("the lock of key #{hash} was perhaps broken by {who:?}: the answer was lost");
-            }
-            LockError::from(failure).with_key(key.as_str())
-        })?;
-        let fence = broken.fence;
-        log::warn!("the lock of key #{hash} was broken by {who:?}, its fence is now {fence}");
-        Ok(broken)
-    }
-
     /// Deletes rows of leases that have been over for more than 2 s, the oldest first, at most
     /// `limit` of them. Returns how many. For a cron job; needs `DELETE` on the lock table.
     ///
@@ -329,12 +265,13 @@ impl Operator {
         }
         let rows = self.ask_by(end, |at| {
             let fences = &at.tables.fences;
+            let marks = at.marks();
             let noted = if at.tables.notes_keys() { "c.key_debug" } else { "NULL" };
             format!(
                 "SELECT coalesce({noted}, c.fence_key), c.fence, (EXTRACT(EPOCH FROM x.raised) * 1000)::int8 \
                  FROM {fences} AS c, LATERAL (SELECT pg_catalog.pg_xact_commit_timestamp(c.xmin) AS raised OFFSET 0) AS x \
                  WHERE (x.raised IS NULL OR x.raised <= pg_catalog.clock_timestamp() - {seconds} * interval '1 second') \
-                   AND c.fence_key NOT LIKE E'%\\u2126done' AND c.fence_key NOT LIKE E'%\\u2126number' \
+                   AND NOT {marks} \
                  ORDER BY x.raised NULLS FIRST LIMIT {limit}"
             )
         })?;
@@ -350,7 +287,7 @@ impl Operator {
             .collect()
     }
 
-    fn ask(&self, sql: impl Fn(&ResolvedTables) -> String) -> Result<Vec<Row>> {
+    pub(super) fn ask(&self, sql: impl Fn(&ResolvedTables) -> String) -> Result<Vec<Row>> {
         self.ask_by(self.backend.database.end(), sql)
     }
 
@@ -362,7 +299,7 @@ impl Operator {
         })
     }
 
-    fn run_by<R>(
+    pub(super) fn run_by<R>(
         &self,
         end: Instant,
         operation: impl FnMut(&mut Session<'_>, &ResolvedTables) -> Result<R, Failure>,
@@ -371,36 +308,8 @@ impl Operator {
     }
 }
 
-/// `(storage key, fence key, user key)`: deletes the row, notifies its waiters, and raises the counter, or
-/// fails as a whole: if that is not raised (22012, division by zero), or if a row that stands is not
-/// deleted (22P02).
-fn take_away(at: &ResolvedTables, notifies: bool) -> Statement {
-    let notification = if notifies { notify_waiters("l.key") } else { "NULL".to_owned() };
-    let (locks, fences) = (&at.tables.locks, &at.tables.fences);
-    let (column, value) = at.tables.key_debug("$3");
-    Statement::new(
-        "break",
-        &["text", "text", "text"],
-        format!(
-            "WITH stood AS MATERIALIZED (SELECT l.key FROM {locks} AS l WHERE l.key = $1 FOR UPDATE), \
-             gone AS (\
-               DELETE FROM {locks} AS l USING stood WHERE l.key = stood.key \
-               RETURNING l.user_key, l.lock_id, l.expires_at_ms, l.acquired_at_ms, l.fence, {notification}), \
-             raised AS (\
-               INSERT INTO {fences} AS c (fence_key, fence{column}) VALUES ($2, 1{value}) \
-               ON CONFLICT (fence_key) DO UPDATE SET fence = c.fence + 1 \
-                 WHERE c.fence >= 0 AND c.fence < {FENCE_MAX} RETURNING c.fence) \
-             SELECT gone.*, raised.fence, \
-               1 / (SELECT count(*) FROM raised AS r WHERE NOT EXISTS (\
-                 SELECT 1 FROM {fences} AS c WHERE c.fence_key = $2 AND c.fence >= r.fence)), \
-               (CASE WHEN (SELECT count(*) FROM stood) = (SELECT count(*) FROM gone) THEN '1' ELSE 'stands' END)::int4 \
-             FROM (SELECT 1) AS one LEFT JOIN gone ON true LEFT JOIN raised ON true"
-        ),
-    )
-}
-
-/// A row `(user key, lock id, expiry, acquisition, fence, …)`.
-fn lease(row: &Row) -> Result<LockInfoRaw> {
+/// A row `(user key, lock id, expiry, acquisition, fence, …)`, a permit under its semaphore's name.
+pub(super) fn lease(row: &Row) -> Result<LockInfoRaw> {
     let fence = required(text(row, 4)?)?.parse().map_err(|error| malformed().with_source(error))?;
     Ok(LockInfoRaw::new(
         required(text(row, 0)?)?.to_owned(),
@@ -408,5 +317,6 @@ fn lease(row: &Row) -> Result<LockInfoRaw> {
         required(int(row, 2)?)?,
         required(int(row, 3)?)?,
         fence,
-    ))
+    )
+    .under_its_name())
 }

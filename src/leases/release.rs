@@ -5,6 +5,9 @@
 //!
 //! A lost answer is asked for again by lock id. If the lease is gone then, it is over for certain,
 //! but whether this release or something else ended it is not known, and the error says so.
+//!
+//! Who releases a permit by its id alone has not said whose waiters are to be notified: the row does, and a
+//! message after it calls them.
 
 use std::time::{Duration, Instant};
 
@@ -12,15 +15,17 @@ use crate::backend::{Reason, ReleaseOutcome};
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::leases::backend::PostgresBackend;
+use crate::leases::notify::notify_waiters;
 use crate::leases::refusals::{cannot_notify, is_all_or_nothing, swallowed};
 use crate::leases::setup::ResolvedTables;
-use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
+use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES, semaphore_of};
 use crate::model::lock_id::LockId;
 use crate::model::time::{TIME_TOLERANCE_MS, is_live};
 use crate::pg::Failure;
 use crate::pg::answers::{Answers, int, required, text};
+use crate::pg::names::TEXT;
 use crate::pg::session::Session;
-use crate::pg::statement::{Arg, Message};
+use crate::pg::statement::{Arg, Message, Statement};
 
 pub(crate) fn release(
     backend: &PostgresBackend,
@@ -129,7 +134,12 @@ fn one_message(
         }
     };
     match answers {
-        Ok(answers) if answers.row(0)?.is_some() => return Ok(ReleaseOutcome::Released),
+        Ok(answers) if answers.row(0)?.is_some() => {
+            if let (None, Some(row)) = (semaphore, answers.row(0)?) {
+                wake_semaphore(session, at, text(row, 2)?.unwrap_or_default());
+            }
+            return Ok(ReleaseOutcome::Released);
+        }
         // The lease ran out while its row was waited for, or its waiters cannot be called.
         Err(failure) if is_all_or_nothing(&failure) || (at.notifies && cannot_notify(&failure)) => {}
         other => drop(other?),
@@ -181,8 +191,23 @@ fn two_messages(
         answers => answers?,
     };
     match answers.row(1)? {
-        Some(_) => Ok(ReleaseOutcome::Released),
+        Some(_) => {
+            wake_semaphore(session, at, &key);
+            Ok(ReleaseOutcome::Released)
+        }
         None => Err(swallowed().into()),
+    }
+}
+
+/// Notifies those who wait for the semaphore whose permit this stored key was, if it is one. The release is
+/// committed: a failure is no matter of its caller's, and waiters find the permit by looking.
+fn wake_semaphore(session: &mut Session<'_>, at: &ResolvedTables, key: &str) {
+    let Some(name) = semaphore_of(key).filter(|_| at.notifies) else { return };
+    let wake = Statement::new("wake", &[TEXT], format!("SELECT {}", notify_waiters("$1")));
+    let message = Message::new().raw(session.prelude()).plain(&wake, &[Arg::Text(name)]);
+    let woken = message.map_err(Failure::from).and_then(|message| session.commit(&message));
+    if let Err(failure) = woken {
+        log::debug!("the waiters for a semaphore were not called: {}", LockError::from(failure).chain());
     }
 }
 

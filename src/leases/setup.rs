@@ -6,6 +6,7 @@ use std::time::Instant;
 use crate::cancel::CancelToken;
 use crate::error::{LockError, Result};
 use crate::leases::collation;
+use crate::leases::fragments::MARKS;
 use crate::leases::once_sql::RunStatements;
 use crate::leases::permit_sql::PermitStatements;
 use crate::leases::schema::{Survey, TableNames, Tables};
@@ -22,8 +23,17 @@ pub(super) struct ResolvedTables {
     pub(super) set_statements: SetStatements,
     /// Whether releases notify waiters.
     pub(super) notifies: bool,
+    /// Whether the database can store U+2126, and so permits and marks.
+    is_utf8: bool,
     /// Those of runs, made with the first run.
     pub(super) runs: OnceLock<RunStatements>,
+}
+
+impl ResolvedTables {
+    /// Which rows of the counters, as `c`, are marks, as an expression.
+    pub(super) fn marks(&self) -> &'static str {
+        if self.is_utf8 { MARKS } else { "false" }
+    }
 }
 
 /// Asks the database for the tables.
@@ -100,7 +110,16 @@ pub(super) fn resolve(
     let statements = Statements::new(&tables, notifies);
     let permits = PermitStatements::new(&tables);
     let set_statements = SetStatements::new(&tables, notifies);
-    Ok(ResolvedTables { tables, statements, permits, set_statements, notifies, runs: OnceLock::new() })
+    let is_utf8 = survey.encoding == "UTF8";
+    Ok(ResolvedTables {
+        tables,
+        statements,
+        permits,
+        set_statements,
+        notifies,
+        is_utf8,
+        runs: OnceLock::new(),
+    })
 }
 
 /// Says in the log what a person should know about the tables.

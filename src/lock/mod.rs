@@ -459,7 +459,7 @@ impl LockClient {
     ///
     /// let hourly = Slot::every(Duration::from_secs(3600));
     /// match client.run_once("report", hourly, &LockOptions::new(), |run| {
-    ///     println!("the report of the hour that began at {}", run.slot());
+    ///     println!("the report of the hour that began at {:?}", run.period_start_ms());
     ///     Ok::<_, std::io::Error>(())
     /// })? {
     ///     RunOnce::Done(()) => println!("made"),

@@ -195,7 +195,7 @@ impl MultiGuard {
     /// Either way none of them is held any more.
     ///
     /// With `min_hold`, a guard that ends sooner leaves the leases in place until then and answers
-    /// `Released`.
+    /// `Released`: they are not the caller's any more. [`release_now`](Self::release_now) does not wait for that.
     ///
     /// ```
     /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
@@ -212,11 +212,39 @@ impl MultiGuard {
     /// client's worker goes on releasing them until the leases are over, at most their ttl and a second
     /// later.
     pub fn release(self) -> Result<ReleaseResult> {
+        self.release_by(false)
+    }
+
+    /// As [`release`](Self::release), and ends `min_hold` early: all keys are free at once.
+    ///
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// use std::time::Duration;
+    /// use syncguard::LockOptions;
+    ///
+    /// let options = LockOptions::new().min_hold(Duration::from_secs(10));
+    /// client.lock_all_with(&["from", "to"], &options)?.release_now()?;
+    /// assert!(!client.is_locked("from")? && !client.is_locked("to")?);
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// Those of [`release`](Self::release).
+    pub fn release_now(self) -> Result<ReleaseResult> {
+        self.release_by(true)
+    }
+
+    fn release_by(self, now: bool) -> Result<ReleaseResult> {
         let engine = self.engine();
         engine.check_process()?;
         let _entered = engine.enter_anyway();
         let limit = engine.backend.operation_timeout();
-        let pending = self.end(ReleaseSource::Worker);
+        let mut pending = self.end(ReleaseSource::Worker);
+        if now {
+            let now = engine.clock.now();
+            pending.iter_mut().for_each(|pending| pending.min_hold_end = now);
+        }
         let complete = pending.len() == self.leases.iter().count();
         match release_together(engine, pending, limit, false) {
             Ok(true) if complete => Ok(ReleaseResult::Released),

@@ -48,14 +48,15 @@ pub enum RunOnce<T, E> {
 pub struct Run {
     guard: LockGuard,
     slot: Slot,
-    number: u64,
+    /// What marks its slot: see [`Slot::at`].
+    mark: u64,
     skipped: u64,
     completed: AtomicBool,
 }
 
 impl Run {
-    /// The number of its slot: the start of the period in Unix milliseconds of the server's clock, or the
-    /// caller's number.
+    /// The number of its slot: for [`Slot::every`] the server's clock divided by the period, which
+    /// [`period_start_ms`](Self::period_start_ms) turns into a time; for [`Slot::number`] the caller's.
     ///
     /// ```
     /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
@@ -67,7 +68,26 @@ impl Run {
     /// ```
     #[must_use]
     pub fn slot(&self) -> u64 {
-        self.number
+        self.slot.number_of(self.mark)
+    }
+
+    /// When its period began, in Unix milliseconds of the server's clock; `None` for a number of the caller's.
+    ///
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// # use std::time::Duration;
+    /// use syncguard::{LockOptions, Slot};
+    ///
+    /// let hourly = Slot::every(Duration::from_secs(3600));
+    /// let _ = client.run_once("report", hourly, &LockOptions::new(), |run| {
+    ///     assert_eq!(run.period_start_ms(), Some(run.slot() * 3_600_000));
+    ///     Ok::<_, String>(())
+    /// })?;
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    #[must_use]
+    pub fn period_start_ms(&self) -> Option<u64> {
+        self.slot.period_ms().map(|_| self.mark)
     }
 
     /// How many slots were missed since the last one that is done: 0 for the first run of a job. Numbers of the
@@ -195,14 +215,14 @@ impl Run {
             lock_id: self.guard.lock_id(),
             fence: self.guard.fence(),
             slot: self.slot,
-            number: self.number,
+            number: self.mark,
         }
     }
 }
 
 impl fmt::Debug for Run {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Run").field("guard", &self.guard).field("slot", &self.number).finish_non_exhaustive()
+        f.debug_struct("Run").field("guard", &self.guard).field("slot", &self.slot()).finish_non_exhaustive()
     }
 }
 
@@ -250,7 +270,7 @@ fn begin<T, E>(call: &LockCall, slot: Slot) -> Result<Result<Run, RunOnce<T, E>>
         let attempt = Attempt { key: &call.key, lock_id, ttl, deadline: engine.call_deadline(end) };
         engine.backend.begin_run(&BeginRun::new(attempt, slot), &call.token)
     })?;
-    let BegunRun { grant, slot: number, last } = match outcome {
+    let BegunRun { grant, slot: mark, last } = match outcome {
         BeginOutcome::Begun(begun) => begun,
         BeginOutcome::AlreadyDone => return Ok(Err(RunOnce::AlreadyDone)),
         BeginOutcome::Running => return Ok(Err(RunOnce::Running)),
@@ -259,8 +279,8 @@ fn begin<T, E>(call: &LockCall, slot: Slot) -> Result<Result<Run, RunOnce<T, E>>
         return Ok(Err(RunOnce::Running));
     };
     let guard = LockGuard::new(Arc::clone(&call.handle), leases);
-    let skipped = last.map_or(0, |last| slot.between(last, number));
-    Ok(Ok(Run { guard: guard.for_helper(), slot, number, skipped, completed: AtomicBool::new(false) }))
+    let skipped = last.map_or(0, |last| slot.between(last, mark));
+    Ok(Ok(Run { guard: guard.for_helper(), slot, mark, skipped, completed: AtomicBool::new(false) }))
 }
 
 /// Marks the slot before the job runs. The job runs only after the answer, and in the lease's time.
@@ -288,11 +308,11 @@ fn claim(run: &Run) -> Result<()> {
 
 /// Marks the slot of a job that was well, or sees whether its own transaction did, and ends the lease.
 fn end(run: Run) -> Result<()> {
-    let Run { guard, slot, number, completed, .. } = run;
+    let Run { guard, slot, mark, completed, .. } = run;
     let completed = completed.into_inner();
     let step = if completed { MarkStep::Verify } else { MarkStep::Finish };
     let (key, lock_id, fence) = (guard.key().to_owned(), guard.lock_id().to_owned(), guard.fence());
-    let record = MarkRun { key: &key, lock_id: &lock_id, fence, slot, number };
+    let record = MarkRun { key: &key, lock_id: &lock_id, fence, slot, number: mark };
     let ended = guard.end_with(
         |backend, deadline| backend.mark_run(&record, step, deadline),
         |outcome| matches!(outcome, MarkOutcome::Marked | MarkOutcome::Found),

@@ -40,7 +40,8 @@ impl ReleaseSource {
 #[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ReleaseErrorContext {
-    /// The key. It may be a customer's name: think before you log it.
+    /// The key. It may be a customer's name: think before you log it. For a permit it is its
+    /// [guard's](crate::LockGuard::key); where no answer said which permit was granted, it ends with U+2126.
     pub key: String,
     /// The lock id. Whoever knows it can release the lock.
     pub lock_id: String,

@@ -12,7 +12,8 @@ use crate::model::time::{Moment, Ttl};
 
 /// The marks of finished slots.
 impl MemoryBackend {
-    /// The last slot of a job that was marked as done, of this kind of slots.
+    /// The mark of a job's last slot that is done, of this kind of slots: the start of its period in Unix
+    /// milliseconds, or the caller's number.
     ///
     /// ```
     /// use syncguard::{LockClient, LockOptions, MemoryBackend, Slot};

@@ -165,11 +165,11 @@ impl Key {
         if let Some((name, rest)) = self.0.split_once(DERIVED) {
             let name = make_storage_key("", name, limit, reserve.saturating_add(DERIVED_RESERVE))?;
             let base = format!("{name}{DERIVED}{rest}");
-            let fence = format!("fence:{base}");
+            let fence = fence_key_of(&base, limit, reserve)?;
             return Ok((base, fence));
         }
         let base = make_storage_key("", &self.0, limit, reserve)?;
-        let fence = make_fence_key("", &base, limit, reserve)?;
+        let fence = fence_key_of(&base, limit, reserve)?;
         Ok((base, fence))
     }
 
@@ -188,11 +188,25 @@ impl fmt::Debug for Key {
     }
 }
 
+/// The fence key of a stored key, be it that of a permit: a derived key must not be normalised, or it would be
+/// another one.
+pub(crate) fn fence_key_of(stored: &str, limit: usize, reserve: usize) -> Result<String> {
+    if stored.contains(DERIVED) {
+        return Ok(format!("fence:{stored}"));
+    }
+    make_fence_key("", stored, limit, reserve)
+}
+
 /// The semaphore's name and the number, if this is the key of a permit.
 pub(crate) fn permit_of(key: &str) -> Option<(&str, u32)> {
     let (name, digits) = key.split_once(DERIVED)?;
     let number = digits.parse().ok().filter(|number| (1..=MAX_PERMITS).contains(number))?;
     (number.to_string() == digits).then_some((name, number))
+}
+
+/// The job's name and the suffix, if this is the stored key of a mark.
+pub(crate) fn mark_of(fence_key: &str) -> Option<(&str, &str)> {
+    fence_key.strip_prefix("fence:")?.split_once(DERIVED)
 }
 
 /// The semaphore's name, if this is the key of one or of a permit.
@@ -289,6 +303,7 @@ mod tests {
     fn no_key_leads_to_the_mark_of_another() {
         let mark = Key::new("job").unwrap().mark("done", 1700, 0).unwrap();
         assert_eq!(mark, "fence:job\u{2126}done");
+        assert_eq!(mark_of(&mark), Some(("job", "done")));
         let named_alike = Key::new("job\u{2126}done").unwrap().stored(1700, 0).unwrap().1;
         assert_eq!(named_alike, "fence:job\u{3a9}done");
         let long = Key::new(&"x".repeat(100)).unwrap();

@@ -14,6 +14,7 @@ use postgres::NoTls;
 use syncguard::backend::{Attempt, Clock, Renewal};
 use syncguard::{
     CancelToken, ErrorCode, Fence, Heartbeat, LockBackend, LockError, LockOptions, Lookup, PgLockClient,
+    SlotKind,
 };
 
 const PAGE: &str = include_str!("../../docs/security.md");
@@ -256,7 +257,16 @@ fn holders_parts(stage: &Stage) -> Vec<Part<'_>> {
         "break",
         Box::new(move |client| {
             stored.write("k", &id("mine"), 30_000, 7);
-            client.operator().break_lock("k", "a test").map(drop)
+            client.operator().break_lock("k", "a test")?;
+            stored.write("k", &id("mine"), 30_000, 7);
+            client.operator().break_lease(&id("mine"), "a test").map(drop)
+        }),
+    ));
+    parts.push((
+        "marks",
+        Box::new(|client| {
+            client.operator().marks(10)?;
+            client.operator().reset_mark("k", SlotKind::Number, "a test").map(drop)
         }),
     ));
     parts.push((

@@ -118,10 +118,13 @@ fn a_guard_that_ends_early_leaves_its_key_taken_for_min_hold() {
         wait_until_released(&mut observer, "k");
         assert!(leases::server_now_ms(&mut observer) >= acquired + 1799);
     }
-    // The holder may end it early, and one that lasted longer is released at once.
+    // The holder may end it early, be it of one key or of several, and one that lasted longer is released at once.
     let guard = client.lock_with("k", &LockOptions::new().min_hold(LIMIT)).unwrap();
     assert_eq!(guard.release_now().unwrap(), ReleaseResult::Released);
     assert_eq!(row(&mut observer, "k"), None);
+    let several = client.lock_all_with(&["k", "l"], &LockOptions::new().min_hold(LIMIT)).unwrap();
+    assert_eq!(several.release_now().unwrap(), ReleaseResult::Released);
+    assert_eq!((row(&mut observer, "k"), row(&mut observer, "l")), (None, None));
     let guard = client.lock_with("long", &LockOptions::new().min_hold(ms(1))).unwrap();
     let taken = Instant::now();
     wait_until(LIMIT, "its time has passed", || taken.elapsed() > ms(5));

@@ -37,6 +37,7 @@ fn a_job_runs_once_per_slot_and_its_mark_stands_beside_the_counter_of_its_name()
     let ran = place.client.run_once(&name, slot, &LockOptions::new(), |run| {
         assert!(run.is_held() && !run.lost().is_cancelled() && run.lost_reason().is_none());
         assert_eq!((run.slot(), run.skipped(), run.fence().get()), (20_261_128, 0, 1));
+        assert_eq!(run.period_start_ms(), None);
         assert!(place.stored.row(&name).is_some() && mark(&place, &name, "number").is_none());
         assert_eq!(run_job(&place.client, &name, slot).unwrap(), RunOnce::Running, "beside it");
         assert!(!format!("{run:?}").contains(&name));
@@ -60,9 +61,10 @@ fn a_job_runs_once_per_slot_and_its_mark_stands_beside_the_counter_of_its_name()
 fn a_period_is_the_servers_and_the_next_one_runs_again() {
     let place = place();
     let (name, slot) = (place.key("job"), Slot::every(ms(400)));
-    let run = |ago: &mut u64| {
+    let run = |start: &mut u64| {
         let outcome = place.client.run_once(&name, slot, &LockOptions::new(), |run| {
-            *ago = run.slot();
+            *start = run.period_start_ms().unwrap();
+            assert_eq!(run.slot(), *start / 400, "the clock divided by the period");
             Ok::<_, String>(run.skipped())
         });
         outcome.unwrap()

@@ -31,12 +31,14 @@ const HARMLESS: &[&str] = &[
     "Heartbeat",
     "Jitter",
     "LostReason",
+    "MarkReset",
     "Moment",
     "OnHeard",
     "Operation",
     "Reason",
     "ReleaseSource",
     "Result",
+    "SlotKind",
     "TimeAuthority",
     "LockBackend",
     "CancelToken",
@@ -90,6 +92,7 @@ fn other_capabilities(client: &PgLockClient, shown: &mut Shown) {
         Ok::<_, ()>(())
     });
     shown.debug("RunOnce", &ran.unwrap());
+    shown.debug("JobMark", &client.operator().marks(10).unwrap());
 }
 
 #[test]

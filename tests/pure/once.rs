@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use syncguard::memory::{Call, Fault, Loss};
 use syncguard::{
-    ErrorCode, LockClient, LockOptions, LostReason, MemoryBackend, Result, RunOnce, Slot, TelemetryOptions,
-    with_telemetry,
+    ErrorCode, LockClient, LockOptions, LostReason, MemoryBackend, Result, Run, RunOnce, Slot,
+    TelemetryOptions, with_telemetry,
 };
 
 const LIMIT: Duration = Duration::from_secs(30);
@@ -31,16 +31,20 @@ fn run(client: &LockClient, slot: Slot) -> Result<RunOnce<(), String>> {
 fn slots_pass_with_the_servers_time_and_those_that_were_missed_are_counted() {
     let (memory, client) = client();
     let hourly = Slot::every(Duration::from_secs(3600));
-    let skipped =
-        || client.run_once(NAME, hourly, &LockOptions::new(), |run| Ok::<_, ()>(run.skipped())).unwrap();
+    let now = || u64::try_from(memory.server_time()).unwrap();
+    let job = |run: &Run| {
+        let start = now() - now() % 3_600_000;
+        assert_eq!((run.slot(), run.period_start_ms()), (now() / 3_600_000, Some(start)));
+        Ok::<_, ()>(run.skipped())
+    };
+    let skipped = || client.run_once(NAME, hourly, &LockOptions::new(), job).unwrap();
     assert_eq!((skipped(), skipped()), (RunOnce::Done(0), RunOnce::AlreadyDone));
     let hour = |hours: u64| memory.advance(Duration::from_secs(3600 * hours));
     hour(1);
     assert_eq!(skipped(), RunOnce::Done(0));
     hour(5);
     assert_eq!((skipped(), skipped()), (RunOnce::Done(4), RunOnce::AlreadyDone));
-    let now = u64::try_from(memory.server_time()).unwrap();
-    assert_eq!(memory.mark(NAME, hourly).unwrap(), Some(now - now % 3_600_000));
+    assert_eq!(memory.mark(NAME, hourly).unwrap(), Some(now() - now() % 3_600_000), "a point in time");
 
     // A clock that was ahead.
     memory.shift_server_clock(-7_200_000);

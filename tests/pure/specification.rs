@@ -147,13 +147,14 @@ fn elsewhere(source: &crate::source::Source, word: &str, allowed: &[&str]) -> Ve
 
 /// Who computes labels: what prints, what looks up, what reports. No operation does.
 fn labels(source: &crate::source::Source) -> Vec<String> {
-    const MAY: [&str; 9] = [
+    const MAY: [&str; 10] = [
         "hash_key",
         "fmt",
         "sanitized",
         "warn_near_limit",
         "warn_of_the_future",
-        "break_lock",
+        "described",
+        "reset_mark",
         "idle_counters",
         "kept",
         "deliver",
