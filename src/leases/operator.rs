@@ -168,6 +168,22 @@ impl Operator {
         Ok(Counts { live: count(0)?, expired: count(1)?, counters: count(2)?, marks })
     }
 
+    /// The server's clock, in Unix milliseconds: what the times of leases are to be compared with, to show how
+    /// old they are. Only for display: who has a key is the server's to say.
+    ///
+    /// ```no_run
+    /// # let operator = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?.operator();
+    /// let now = operator.server_time_ms()?;
+    /// for lease in operator.holders(100)? {
+    ///     println!("{} for {} ms", lease.key_hash, now - lease.acquired_at_ms);
+    /// }
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    pub fn server_time_ms(&self) -> Result<i64> {
+        let rows = self.ask(|_| format!("SELECT {CLOCK}"))?;
+        required(int(required(rows.first())?, 0)?)
+    }
+
     /// The acquires of this key that wait in the server right now, in no order: those in its queue, and
     /// the one that is through and stands before the key's row or counter, which somebody has locked.
     /// Waiters that sleep between two attempts are not in the server and not in this list.

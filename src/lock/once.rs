@@ -153,6 +153,23 @@ impl Run {
         self.guard.is_held()
     }
 
+    /// How long its lease can be trusted without a further renewal; zero once it is lost.
+    ///
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// # use std::time::Duration;
+    /// use syncguard::{LockOptions, RunOnce, Slot};
+    ///
+    /// let hourly = Slot::every(Duration::from_secs(3600));
+    /// let rest = client.run_once("import", hourly, &LockOptions::new(), |run| Ok::<_, ()>(run.remaining()))?;
+    /// assert!(matches!(rest, RunOnce::Done(rest) if rest > Duration::ZERO));
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    #[must_use]
+    pub fn remaining(&self) -> Duration {
+        self.guard.remaining()
+    }
+
     /// Fires when its lease can no longer be trusted: see [`LockGuard::lost`].
     ///
     /// ```

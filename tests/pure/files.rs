@@ -21,7 +21,7 @@ fn too_long(source: &Source) -> Option<String> {
 
 #[test]
 fn no_file_is_too_long_to_read_in_one_sitting() {
-    for folder in ["src", "contract/src", "ffi/src", "tests", "examples", "benches"] {
+    for folder in ["src", "cli", "contract/src", "ffi/src", "tests", "examples", "benches"] {
         let sources = read_all(top(), folder);
         assert!(!sources.is_empty(), "{folder} was not found");
         assert_eq!(sources.iter().filter_map(too_long).collect::<Vec<_>>(), Vec::<String>::new());

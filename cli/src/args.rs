@@ -1,0 +1,186 @@
+//! What can be said on the command line.
+
+use std::ffi::OsString;
+use std::time::Duration;
+
+use clap::{Args, Parser, Subcommand};
+
+use crate::choices::{self, OnLost, Period, Wait};
+
+const EXAMPLES: &str = "\
+EXAMPLES
+    syncguard run --key deploy --wait 5m -- ./deploy.sh     one deploy at a time, on all machines
+    syncguard run --key nightly --once daily -- ./invoices  once a day, on whichever machine is first
+    syncguard status deploy                                 is it held, since when, for how long yet
+    syncguard list                                          all that is held
+
+CONNECTION
+    --url, or $SYNCGUARD_URL, or $DATABASE_URL, or libpq's variables: $PGHOST, $PGPORT, $PGUSER,
+    $PGDATABASE, $PGPASSWORD, $PGOPTIONS, $PGAPPNAME, $PGCONNECT_TIMEOUT, $PGSSLMODE. All programs
+    that share locks must share the tables: name their schema with --schema where roles differ.
+    A password in --url can be read by others on this machine: put it into the environment.
+
+EXIT CODES
+    0   done                      64  wrong usage
+    1   status: the key is free   69  the server cannot be used
+                                  71  the system refused something, such as a process
+    `run` and `elect` pass on the program's own code and add some: see `syncguard run --help`.";
+
+const RUN_HELP: &str = "\
+THE PROGRAM
+    is executed directly, without a shell, in a process group of its own, and without the terminal
+    as its input. In its environment are SYNCGUARD_KEY; SYNCGUARD_FENCE, 15 digits that are greater
+    with every grant of the key, for whatever it writes to; SYNCGUARD_LOCK_ID, which is a secret
+    (not with --once); SYNCGUARD_PERMIT with --permits, and SYNCGUARD_SLOT with --once.
+    SIGTERM, SIGINT, SIGHUP and SIGQUIT end the wait, and are passed on to the whole group.
+    If syncguard itself is killed, the group is killed.
+
+EXIT CODES
+    The program's own, and 128 + N if signal N ended it. In addition:
+    75   somebody else has the lock, and --wait is over (other code: --busy-code)
+    76   the lock was lost, and the program was stopped (other code: --lost-code)
+    64   wrong usage                 69   the server cannot be used
+    71   the system refused something, such as a process
+    126  the program cannot be run   127  it was not found
+    With --once: 0 without a start where the slot is done already.";
+
+const ELECT_HELP: &str = "\
+THE PROGRAM
+    runs while this process leads. When leadership is lost, it is stopped before another can lead,
+    and the campaign begins again; when it ends by itself, so does `elect`, with its exit code.
+    In its environment are SYNCGUARD_KEY and SYNCGUARD_FENCE, the number of the term. See
+    `syncguard run --help` for what else becomes of programs, and for exit codes.";
+
+/// Locks on PostgreSQL that hold across threads, processes and machines.
+#[derive(Debug, Parser)]
+#[command(name = "syncguard", version, after_help = EXAMPLES, disable_help_subcommand = true)]
+pub(crate) struct Cli {
+    #[command(flatten)]
+    pub(crate) at: At,
+    #[command(subcommand)]
+    pub(crate) action: Action,
+}
+
+/// Which server, which tables, and how to answer. Before or after the subcommand.
+#[derive(Args, Debug)]
+pub(crate) struct At {
+    /// The PostgreSQL: postgresql://user@host/database
+    #[arg(long, global = true, value_name = "URL")]
+    pub(crate) url: Option<String>,
+    /// The schema of the lock tables; without it the role's search_path decides
+    #[arg(long, global = true, value_name = "NAME", env = "SYNCGUARD_SCHEMA")]
+    pub(crate) schema: Option<String>,
+    /// The lock table, if it is not syncguard_locks
+    #[arg(long, global = true, value_name = "NAME", env = "SYNCGUARD_TABLE", hide_short_help = true)]
+    pub(crate) table: Option<String>,
+    /// The table of fence counters, if it is not syncguard_fence_counters
+    #[arg(long, global = true, value_name = "NAME", env = "SYNCGUARD_FENCE_TABLE", hide_short_help = true)]
+    pub(crate) fence_table: Option<String>,
+    /// Print JSON instead of tables
+    #[arg(long, global = true)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Action {
+    /// Run a program under a lock
+    #[command(after_help = RUN_HELP)]
+    Run(Run),
+    /// Run a program while leading
+    #[command(after_help = ELECT_HELP)]
+    Elect(Elect),
+    /// Whether a key is held: exit code 0 if it is, 1 if it is free
+    Status(Status),
+    /// What is held
+    List(List),
+    /// Which sessions are stuck over a key in the server
+    Waiters(Waiters),
+    /// Delete rows of leases that are long over
+    Cleanup(Cleanup),
+    /// Create the tables, or find out what is wrong with them
+    Setup,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct Program {
+    /// From the request to stop to SIGKILL when the lock is lost [default: a fifth of the ttl]
+    #[arg(long, value_name = "DURATION", value_parser = choices::duration)]
+    pub(crate) grace: Option<Duration>,
+    /// How long the lock outlives this machine, renewed while the program runs
+    #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = choices::duration)]
+    pub(crate) ttl: Duration,
+    /// The exit code when the lock was lost
+    #[arg(long, value_name = "N", default_value_t = crate::failure::LOST)]
+    pub(crate) lost_code: u8,
+    /// The program and its arguments
+    #[arg(last = true, required = true, value_name = "PROGRAM")]
+    pub(crate) words: Vec<OsString>,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct Run {
+    /// What to lock: any text, 1 to 512 bytes
+    #[arg(long, short)]
+    pub(crate) key: String,
+    /// How long to wait for it: 5m, `forever`, or 0 for one attempt
+    #[arg(long, value_name = "DURATION", default_value = "forever", value_parser = choices::wait)]
+    pub(crate) wait: Wait,
+    /// What becomes of the program when the lock is lost: `term` (SIGKILL after --grace), `kill`,
+    /// `ignore`, or a command that asks it to stop, with its process group in SYNCGUARD_GROUP
+    #[arg(long, value_name = "WHAT", default_value = "term", value_parser = choices::on_lost)]
+    pub(crate) on_lost: OnLost,
+    /// Keep the key at least this long, also if the program ends sooner
+    #[arg(long, value_name = "DURATION", value_parser = choices::duration, conflicts_with = "once")]
+    pub(crate) min_hold: Option<Duration>,
+    /// Let up to N run at a time: a permit of the semaphore KEY
+    #[arg(long, value_name = "N", conflicts_with = "once")]
+    pub(crate) permits: Option<u32>,
+    /// Run once per period on all machines together: hourly, daily (from midnight UTC), weekly, 15m,
+    /// or slot:NUMBER from a calendar of yours. Once means that it ended with exit code 0
+    #[arg(long, value_name = "PERIOD", value_parser = choices::period)]
+    pub(crate) once: Option<Period>,
+    /// With --once: never start it twice in a period, even if it fails or its machine dies
+    #[arg(long, requires = "once")]
+    pub(crate) at_most_once: bool,
+    /// The exit code when somebody else has the lock
+    #[arg(long, value_name = "N", default_value_t = crate::failure::BUSY)]
+    pub(crate) busy_code: u8,
+    #[command(flatten)]
+    pub(crate) program: Program,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct Elect {
+    /// What to lead: all candidates name the same key
+    #[arg(long, short)]
+    pub(crate) key: String,
+    /// As for `run`: `term`, `kill`, or a command
+    #[arg(long, value_name = "WHAT", default_value = "term", value_parser = choices::on_lost)]
+    pub(crate) on_lost: OnLost,
+    #[command(flatten)]
+    pub(crate) program: Program,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct Status {
+    pub(crate) key: String,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct List {
+    /// Show at most so many
+    #[arg(long, value_name = "N", default_value_t = 1000)]
+    pub(crate) limit: u32,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct Waiters {
+    pub(crate) key: String,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct Cleanup {
+    /// How many rows are deleted in one transaction
+    #[arg(long, value_name = "N", default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) batch: u32,
+}

@@ -1,0 +1,195 @@
+//! What the other commands print, and their exit codes.
+
+use std::process::Stdio;
+use std::time::Duration;
+
+use serde_json::Value;
+use syncguard::{LockOptions, PgLockClient};
+
+use crate::Done;
+use crate::program::{bare, said, syncguard, told};
+use crate::support;
+
+fn json(text: &str) -> Value {
+    serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {text}"))
+}
+
+#[test]
+fn status_says_whether_a_key_is_held_and_so_does_its_exit_code() -> Done {
+    let schema = support::schema();
+    let client = PgLockClient::connect(&schema.url())?;
+    assert_eq!(said(&schema, &["status", "app:k"]), (1, "app:k is free\n".to_owned(), String::new()));
+    let free = json(&said(&schema, &["status", "app:k", "--json"]).1);
+    assert_eq!((&free["key"], &free["held"]), (&"app:k".into(), &false.into()));
+    let guard = client.lock_with("app:k", &LockOptions::new().ttl(Duration::from_secs(600)))?;
+    let (code, out, _) = said(&schema, &["status", "app:k"]);
+    assert!(code == 0 && out.starts_with("app:k is held for ") && out.contains("under fence 1;"), "{out}");
+    let (code, out, _) = said(&schema, &["--json", "status", "app:k"]);
+    let held = json(&out);
+    assert_eq!((code, &held["key"], &held["held"]), (0, &"app:k".into(), &true.into()));
+    assert_eq!(held["fence"], guard.fence().to_string());
+    assert_eq!(held["expires_at_ms"], guard.expires_at_ms());
+    assert!(held["acquired_at_ms"].as_i64() < held["expires_at_ms"].as_i64());
+    Ok(())
+}
+
+#[test]
+fn list_shows_all_that_is_held_by_name() -> Done {
+    let schema = support::schema();
+    let client = PgLockClient::connect(&schema.url())?;
+    assert_eq!(said(&schema, &["list"]).1, "nothing is held\n");
+    let _held = [client.lock("b")?, client.lock("a\n\u{1b}[2J")?, client.semaphore("c", 3)?.acquire()?];
+    let (code, out, err) = said(&schema, &["list"]);
+    let lines: Vec<&str> = out.lines().collect();
+    assert_eq!((code, lines.len(), err.as_str()), (0, 4, ""), "{out}");
+    assert!(lines[0].starts_with("KEY ") && lines[2].starts_with("b "), "{out}");
+    assert!(!out.contains('\u{1b}'), "a key cannot speak to the terminal: {out:?}");
+    let all = json(&said(&schema, &["list", "--json"]).1);
+    let keys: Vec<_> = all.as_array().expect("an array").iter().map(|lease| lease["key"].as_str()).collect();
+    assert_eq!(keys, [Some("a\n\u{1b}[2J"), Some("b"), Some("c")]);
+    assert!(all[2]["permit"].as_u64().is_some_and(|permit| (1..=3).contains(&permit)), "{all}");
+    assert!(said(&schema, &["list", "--limit", "2"]).2.contains("--limit"));
+    Ok(())
+}
+
+#[test]
+fn a_reader_that_goes_away_is_no_failure() -> Done {
+    let schema = support::schema();
+    let client = PgLockClient::connect(&schema.url())?;
+    let _held = client.lock("k")?;
+    let mut command = syncguard(&schema, &["list"]);
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+    drop(child.stdout.take());
+    let output = child.wait_with_output()?;
+    assert_eq!(told(&output), (0, String::new(), String::new()));
+    Ok(())
+}
+
+#[test]
+fn options_of_the_connection_stand_before_or_after_the_subcommand() -> Done {
+    let schema = support::schema();
+    PgLockClient::connect(&schema.url())?;
+    let url = schema.url();
+    for args in
+        [["--url", &url, "status", "k"], ["status", "--url", &url, "k"], ["status", "k", "--url", &url]]
+    {
+        let (code, out, err) = told(&bare().args(args).output()?);
+        assert_eq!((code, out.as_str(), err.as_str()), (1, "k is free\n", ""));
+    }
+    Ok(())
+}
+
+#[test]
+fn the_address_comes_from_the_first_place_that_has_one() -> Done {
+    let schema = support::schema();
+    PgLockClient::connect(&schema.url())?;
+    let nowhere = "postgresql://x@127.0.0.1:1/x";
+    let config = schema.config();
+    let host = match &config.get_hosts()[0] {
+        syncguard::postgres::config::Host::Tcp(host) => host.clone(),
+        other @ syncguard::postgres::config::Host::Unix(_) => panic!("{other:?}"),
+    };
+    let port = config.get_ports()[0].to_string();
+    let options = format!("-c search_path={}", schema.name());
+    let variables = [
+        ("PGHOST", host.as_str()),
+        ("PGPORT", &port),
+        ("PGUSER", config.get_user().expect("a user")),
+        ("PGDATABASE", config.get_dbname().expect("a database")),
+        ("PGOPTIONS", &options),
+    ];
+    let password = config.get_password().map(|password| String::from_utf8_lossy(password).into_owned());
+    let status = |more: &[(&str, &str)]| -> Result<i32, std::io::Error> {
+        let mut command = bare();
+        command.args(["status", "k"]).envs(variables).envs(more.iter().copied());
+        if let Some(password) = &password {
+            command.env("PGPASSWORD", password);
+        }
+        Ok(told(&command.output()?).0)
+    };
+    assert_eq!(status(&[])?, 1);
+    assert_eq!(status(&[("DATABASE_URL", nowhere)])?, 69);
+    assert_eq!(status(&[("DATABASE_URL", nowhere), ("SYNCGUARD_URL", &schema.url())])?, 1);
+    assert_eq!(status(&[("DATABASE_URL", nowhere), ("SYNCGUARD_URL", "")])?, 69, "empty is not set");
+    Ok(())
+}
+
+#[test]
+fn setup_makes_the_tables_and_looking_does_not() -> Done {
+    let schema = support::schema();
+    let (code, out, err) = said(&schema, &["status", "k"]);
+    assert!(code == 64 && out.is_empty() && err.contains("`syncguard setup`"), "{code} {out} {err}");
+    for _ in 0..2 {
+        let (code, out, err) = said(&schema, &["setup"]);
+        assert_eq!((code, err.as_str()), (0, ""), "{out}");
+    }
+    assert_eq!(said(&schema, &["status", "k"]).0, 1);
+    let ready = json(&said(&schema, &["setup", "--json"]).1);
+    assert_eq!(ready["ready"], true);
+    // In a schema and tables of one's own.
+    let elsewhere = format!("{}_own", schema.name());
+    schema.client().batch_execute(&format!("CREATE SCHEMA {elsewhere}"))?;
+    let own = ["--schema", &elsewhere, "--table", "jobs", "--fence-table", "job_fences"];
+    assert_eq!(said(&schema, &[&["setup"][..], &own].concat()).0, 0);
+    let sql = format!("SELECT count(*) FROM {elsewhere}.jobs, {elsewhere}.job_fences");
+    assert_eq!(schema.client().query_one(&sql, &[])?.get::<_, i64>(0), 0);
+    schema.client().batch_execute(&format!("DROP SCHEMA {elsewhere} CASCADE"))?;
+    Ok(())
+}
+
+#[test]
+fn cleanup_says_how_many_rows_it_deleted() -> Done {
+    let schema = support::schema();
+    let client = PgLockClient::connect(&schema.url())?;
+    for n in 0..5 {
+        let _granted = client.acquire(&format!("k{n}"), Duration::from_millis(1))?;
+    }
+    let held = client.lock("held")?;
+    schema.client().execute(
+        "UPDATE syncguard_locks SET expires_at_ms = expires_at_ms - 60000 WHERE user_key <> 'held'",
+        &[],
+    )?;
+    let (code, out, _) = said(&schema, &["cleanup", "--batch", "2", "--json"]);
+    assert_eq!((code, json(&out)["deleted"].as_u64()), (0, Some(5)));
+    assert_eq!(said(&schema, &["cleanup"]).1, "0 rows of leases that were over are deleted\n");
+    assert!(held.is_held());
+    Ok(())
+}
+
+#[test]
+fn waiters_shows_who_is_stuck_in_the_server() -> Done {
+    let schema = support::schema();
+    let client = PgLockClient::connect(&schema.url())?;
+    let guard = client.lock("k")?;
+    guard.release()?;
+    assert!(said(&schema, &["waiters", "k"]).1.starts_with("no session waits"));
+    assert_eq!(json(&said(&schema, &["waiters", "k", "--json"]).1), json("[]"));
+    // A transaction in the queue of the key, and one behind it.
+    let (mut first, mut second) = (schema.client(), schema.client_named("the second"));
+    let queue = "SELECT pg_advisory_xact_lock(hashtext('k'))";
+    first.batch_execute(&format!("BEGIN; {queue}"))?;
+    std::thread::scope(|scope| -> Done {
+        let waiting = scope.spawn(|| second.batch_execute(&format!("BEGIN; {queue}; COMMIT")));
+        support::wait_until_app_waits(&mut schema.client(), "the second");
+        let found = json(&said(&schema, &["waiters", "k", "--json"]).1);
+        let (_, table, _) = said(&schema, &["waiters", "k"]);
+        first.batch_execute("COMMIT")?;
+        waiting.join().expect("it does not panic")?;
+        assert_eq!(found[0]["application_name"], "the second", "{found}");
+        assert!(table.starts_with("PID ") && table.contains("the second"), "{table}");
+        Ok(())
+    })
+}
+
+#[test]
+fn help_names_the_exit_codes() {
+    let schema = support::schema();
+    let (code, out, _) = said(&schema, &["run", "--help"]);
+    assert_eq!(code, 0);
+    for part in ["75   somebody else has the lock", "76   the lock was lost", "128 + N", "SYNCGUARD_LOCK_ID"]
+    {
+        assert!(out.contains(part), "{part}: {out}");
+    }
+    assert_eq!(said(&schema, &["run", "--kye", "k"]).0, 64);
+    assert_eq!(said(&schema, &["--version"]).0, 0);
+}
