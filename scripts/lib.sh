@@ -140,7 +140,7 @@ OLDEST_AND_NEWEST=(13 18)
 # that cannot be had is a failure, and so is a name of no test: what was not run is not known to work.
 test_on_version() {
     local major=$1 bindir name known tests=()
-    local programs=(cargo test --locked --all-features --no-fail-fast --test it --test process)
+    local programs=(cargo test --locked --all-features --no-fail-fast --test it --test process --test tls)
     shift
     bindir=$(scripts/fetch-postgres "$major") ||
         die "PostgreSQL $major was NOT tested: it could not be fetched. To test the installed version alone: SYNCGUARD_ONE_VERSION=1"

@@ -166,6 +166,8 @@
 //!
 //! * `serde`: values that hold neither a key nor a lock id (fences, codes, answers, events, reports) can be
 //!   serialised and deserialised, under the names that other SyncGuard clients use.
+//! * `rustls`, `native-tls`: TLS by connection string (`sslmode`, `sslrootcert` and so on), by rustls with ring
+//!   or by the library of the system; with both it is rustls. `docs/connecting.md` in the repository has the rest.
 //!
 //! # Async programs
 //!
@@ -198,6 +200,7 @@ mod pg;
 mod sync;
 pub mod telemetry;
 mod threads;
+mod tls;
 mod waiting;
 
 // What programs type. What only authors of a backend need is in `backend`, and nowhere else.

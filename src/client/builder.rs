@@ -4,8 +4,8 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use postgres::Client;
 use postgres::config::Config;
-use postgres::{Client, NoTls};
 use r2d2::ManageConnection;
 use tokio_postgres::Socket;
 use tokio_postgres::tls::{MakeTlsConnect, TlsConnect};
@@ -16,7 +16,7 @@ use crate::client::PgLockClient;
 use crate::error::{LockError, Result};
 use crate::leases::{PostgresBackend, Settings, TableNames};
 use crate::lock::{ClientSettings, LockClient, OnReleaseError, ReleaseErrorContext};
-use crate::pg::{Connector, Database, Source, parse_url};
+use crate::pg::{ConnectionSettings, Connector, Database, Environment, Source};
 use crate::telemetry::{TelemetryOptions, with_telemetry};
 use crate::threads::UserValue;
 
@@ -25,7 +25,7 @@ use crate::threads::UserValue;
 ///
 /// # Blocking
 ///
-/// `connect`, `connect_with` and `build` create the tables: at most 6 × `operation_timeout`. With
+/// `connect`, `connect_env`, `connect_with` and `build` create the tables: at most 6 × `operation_timeout`. With
 /// [`auto_create_tables(false)`](Self::auto_create_tables) they do no I/O.
 ///
 /// # Cancellation
@@ -309,7 +309,13 @@ impl PgLockClientBuilder {
         self
     }
 
-    /// Builds a client with a pool of its own, without TLS, from `postgresql://…` or key=value pairs.
+    /// Builds a client with a pool of its own, from `postgresql://…` or key=value pairs.
+    ///
+    /// `sslmode`, `sslrootcert` and the other options of TLS mean what they mean in
+    /// [libpq](https://www.postgresql.org/docs/current/libpq-ssl.html), or are stricter, with the feature
+    /// `rustls` or `native-tls`; without one of them what asks for TLS is refused. A password, and how to
+    /// encrypt, may also come from the environment (`PGPASSWORD`, `PGSSLMODE`, a passfile and so on).
+    /// `docs/connecting.md` has every option and every variable.
     ///
     /// Errors as those of [`PgLockClient::connect`]; with
     /// [`auto_create_tables(false)`](Self::auto_create_tables) it does no I/O and fails only with
@@ -318,19 +324,44 @@ impl PgLockClientBuilder {
     /// ```no_run
     /// let client = syncguard::PgLockClient::builder()
     ///     .schema("locks")
-    ///     .connect("postgresql://app@db.example/app")?;
+    ///     .connect("postgresql://app@db.example/app?sslmode=verify-full&sslrootcert=/etc/ssl/db-ca.pem")?;
     /// # Ok::<(), syncguard::LockError>(())
     /// ```
     pub fn connect(self, url: &str) -> Result<PgLockClient> {
         let names = self.check()?;
-        let connector = Connector::new(&parse_url(url)?, NoTls, self.operation_timeout)?;
+        let settings = ConnectionSettings::of_url(url, &Environment::of_process())?;
+        self.connect_by(names, &settings)
+    }
+
+    /// Builds a client for the database that libpq's environment variables name, as `psql` without
+    /// arguments does: `PGHOST`, `PGPORT`, `PGDATABASE`, `PGUSER` and
+    /// [the others](https://www.postgresql.org/docs/current/libpq-envars.html), with the same defaults.
+    /// [`connect`](Self::connect) takes from the environment only a password and how to encrypt.
+    /// `docs/connecting.md` lists them.
+    ///
+    /// Errors as those of [`PgLockClient::connect`]; variables that cannot be obeyed (`PGSERVICE`,
+    /// `PGREQUIREAUTH`, `PGSSLCRL`) are `InvalidArgument`.
+    ///
+    /// ```no_run
+    /// // PGHOST=db.example PGUSER=app PGDATABASE=app PGSSLMODE=verify-full PGSSLROOTCERT=system
+    /// let client = syncguard::PgLockClient::builder().schema("locks").connect_env()?;
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    pub fn connect_env(self) -> Result<PgLockClient> {
+        let names = self.check()?;
+        let settings = ConnectionSettings::of_environment(&Environment::of_process())?;
+        self.connect_by(names, &settings)
+    }
+
+    fn connect_by(self, names: TableNames, settings: &ConnectionSettings) -> Result<PgLockClient> {
+        let connector = Connector::by_settings(settings, self.operation_timeout)?;
         self.finish(names, |builder| {
             Source::own(connector, builder.max_connections, builder.connection_timeout)
         })
     }
 
     /// Builds a client with a pool of its own from the driver's configuration and a TLS connector,
-    /// such as those of `postgres-native-tls` and `postgres-openssl`, or [`NoTls`]. The
+    /// such as those of `postgres-native-tls` and `postgres-openssl`, or [`NoTls`](crate::postgres::NoTls). The
     /// configuration's notice callback is replaced. Hosts are tried and errors are those of
     /// [`PgLockClient::connect`]; `sslmode` is about TCP, a Unix socket is never encrypted.
     ///

@@ -91,7 +91,8 @@ pub struct PgLockClient {
 }
 
 impl PgLockClient {
-    /// A client for the database at this address, `postgresql://…` or key=value pairs, without TLS.
+    /// A client for the database at this address, `postgresql://…` or key=value pairs, with TLS
+    /// if it asks for it; see [`connect`](PgLockClientBuilder::connect) of the builder.
     /// Creates the two tables if they are missing; see the builder for everything else.
     ///
     /// Several hosts (`host=a,b`, `postgresql://a,b/db`) and several addresses of a name are tried one

@@ -7,14 +7,14 @@
 use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
 use std::net::IpAddr;
-use std::path::PathBuf;
-
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use postgres::Config;
 use postgres::config::{Host, LoadBalanceHosts, TargetSessionAttrs};
 
 use crate::error::{LockError, Result};
+use crate::pg::environment::SOCKET_FOLDERS;
 use crate::sync::{Mutex, MutexGuard};
 
 /// With `load_balance_hosts=random` a host that failed is tried last for so long.
@@ -87,6 +87,23 @@ impl Candidate {
             }
         }
         config.port(self.port);
+    }
+
+    pub(crate) fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// What a passfile may call it.
+    pub(crate) fn names(&self) -> Vec<String> {
+        match (&self.location, &self.name) {
+            (Location::Tcp(_), Some(name)) => vec![name.clone()],
+            (Location::Tcp(ip), None) => vec![ip.to_string()],
+            (Location::Unix(folder), _) => {
+                let usual = SOCKET_FOLDERS.iter().any(|usual| Path::new(usual) == folder);
+                let folder = folder.to_string_lossy().into_owned();
+                if usual { vec![folder, "localhost".to_owned()] } else { vec![folder] }
+            }
+        }
     }
 
     fn key(&self) -> Key {

@@ -24,13 +24,16 @@ use crate::cancel::{CancelToken, Subscription};
 use crate::error::{ErrorCode, LockError, Result};
 use crate::model::time::deadline_after;
 use crate::pg::addresses::{Addresses, Candidate, ListedHost, Target, prefer_primary, without_hosts};
+use crate::pg::connection_string::Settings as ConnectionSettings;
 use crate::pg::error::{NoCandidate, connect_error};
+use crate::pg::passfile::Passfile;
 use crate::pg::resolve::Resolver;
 use crate::pg::resources;
 use crate::pg::statement::startup_options;
 use crate::pg::stream::{DeadlineTls, Encryption, StreamControl};
 use crate::sync::{Mutex, MutexGuard};
 use crate::threads::{catch_panic, drop_where_allowed, in_runtime, spawn, thread_locals_gone};
+use crate::tls::{self, Mode, UrlTls};
 
 /// How long the driver may take to say goodbye on a connection that is in order.
 const FAREWELL: Duration = Duration::from_millis(500);
@@ -71,9 +74,42 @@ impl Connector {
         <T::TlsConnect as TlsConnect<Socket>>::Future: Send,
     {
         let addresses = Addresses::new(config)?;
-        let driver = Arc::new(Endpoint::new(config, tls, &addresses, operation_timeout)?);
-        let left_behind = Mutex::default();
-        Ok(Self(Arc::new(Inner { addresses, resolver: Resolver::system(), driver, left_behind })))
+        let driver = Endpoint::new(config, tls, &addresses, operation_timeout)?;
+        Ok(Self::over(addresses, driver))
+    }
+
+    /// The same for what a connection string says: the TLS is ours.
+    pub(crate) fn by_settings(settings: &ConnectionSettings, operation_timeout: Duration) -> Result<Self> {
+        let mut config = settings.config.clone();
+        let addresses = Addresses::new(&config)?;
+        let tcp = addresses.any(|target| !matches!(target, Target::Socket(_)));
+        let mode = if tcp { settings.tls.mode } else { Mode::Disable };
+        config.ssl_mode(match mode {
+            Mode::Disable => SslMode::Disable,
+            Mode::Prefer => SslMode::Prefer,
+            Mode::Require | Mode::VerifyCa | Mode::VerifyFull => SslMode::Require,
+        });
+        config.ssl_negotiation(if settings.tls.direct {
+            SslNegotiation::Direct
+        } else {
+            SslNegotiation::Postgres
+        });
+        let of_url = OfUrl { passfile: settings.passfile.clone(), preference: Preference::new(mode) };
+        if mode != Mode::Disable {
+            tls::check_compiled(&settings.tls)?;
+        }
+        if mode == Mode::Disable || !tls::COMPILED {
+            let driver = Endpoint::new(&config, NoTls, &addresses, operation_timeout)?;
+            return Ok(Self::over(addresses, Endpoint { of_url, ..driver }));
+        }
+        let tls = UrlTls::<tls::Library>::new(settings.tls.clone())?;
+        let driver = Endpoint::new(&config, tls, &addresses, operation_timeout)?;
+        Ok(Self::over(addresses, Endpoint { of_url, ..driver }))
+    }
+
+    fn over(addresses: Addresses, driver: impl Open + 'static) -> Self {
+        let (driver, left_behind) = (Arc::new(driver), Mutex::default());
+        Self(Arc::new(Inner { addresses, resolver: Resolver::system(), driver, left_behind }))
     }
 
     /// A connection, within `limit`, unless the token fires.
@@ -321,6 +357,40 @@ struct Endpoint<T> {
     options: String,
     /// There is a pooler in front of the server that refuses such settings.
     bare: AtomicBool,
+    of_url: OfUrl,
+}
+
+/// What only a connection string says; a caller's own configuration means what it says.
+#[derive(Default)]
+struct OfUrl {
+    passfile: Option<Passfile>,
+    preference: Preference,
+}
+
+/// What `sslmode=prefer` has become: somebody may want to know, and nobody else would tell.
+#[derive(Default)]
+struct Preference {
+    tell: bool,
+    /// As it was told last.
+    encrypted: Mutex<Option<bool>>,
+}
+
+impl Preference {
+    fn new(mode: Mode) -> Self {
+        Self { tell: mode == Mode::Prefer, encrypted: Mutex::default() }
+    }
+
+    fn became(&self, encrypted: bool) {
+        if !self.tell || self.encrypted.lock().replace(encrypted) == Some(encrypted) {
+            return;
+        }
+        let became = match (encrypted, tls::COMPILED) {
+            (true, _) => "encrypted; sslmode=verify-full would check with whom",
+            (false, true) => "not encrypted, for the server offers no TLS",
+            (false, false) => "not encrypted, for this program was built without TLS",
+        };
+        log::info!("sslmode=prefer: connections are {became}");
+    }
 }
 
 impl<T: Clone + 'static> Endpoint<T> {
@@ -345,10 +415,10 @@ impl<T: Clone + 'static> Endpoint<T> {
         let unencrypted = sockets || encryption == Encryption::Never;
         if unencrypted && config.get_channel_binding() == ChannelBinding::Require {
             return Err(LockError::invalid(
-                "channel_binding=require needs TLS, and a Unix socket or a connection without TLS is asked for: give TCP hosts, sslmode=require and a TLS connector (connect_with), or leave channel_binding out",
+                "channel_binding=require needs TLS, and a Unix socket or a connection without TLS is asked for: give TCP hosts and sslmode=require or more (a TLS connector, with connect_with), or leave channel_binding out",
             ));
         }
-        Ok(Self { config, tls, encryption, options, bare: AtomicBool::new(false) })
+        Ok(Self { config, tls, encryption, options, bare: AtomicBool::new(false), of_url: OfUrl::default() })
     }
 }
 
@@ -358,7 +428,7 @@ fn encryption_of<T: 'static>(config: &Config) -> Result<Encryption> {
         SslMode::Disable => Ok(Encryption::Never),
         SslMode::Prefer if no_tls => Ok(Encryption::Never),
         _ if no_tls => Err(LockError::invalid(
-            "sslmode asks for TLS, but no TLS connector was given: use the builder's connect_with(config, tls)",
+            "sslmode asks for TLS, but the connector is NoTls: hand another to the builder's connect_with(config, tls), or give a connection string to connect with the feature `rustls`",
         )),
         _ if config.get_ssl_negotiation() == SslNegotiation::Direct => Ok(Encryption::Direct),
         SslMode::Prefer => Ok(Encryption::IfOffered),
@@ -384,6 +454,11 @@ where
         candidate.add_to(&mut config);
         if !bare {
             config.options(&self.options);
+        }
+        if let Some(passfile) = &self.of_url.passfile
+            && let Some(password) = passfile.password(&candidate.names(), candidate.port())
+        {
+            config.password(password);
         }
         let limit = config.get_connect_timeout().map_or(limit, |theirs| limit.min(*theirs));
         config.connect_timeout(limit);
@@ -416,6 +491,11 @@ where
             }
             connected => connected,
         }
+        .inspect(|_| {
+            if candidate.is_tcp() {
+                self.of_url.preference.became(control.is_encrypted());
+            }
+        })
         .map_err(connect_error)
     }
 

@@ -287,6 +287,10 @@ fn transport(error: &postgres::Error) -> (ErrorCode, Cow<'static, str>) {
         Some(io) if text.starts_with("error performing TLS") && io.get_ref().is_some() => {
             return (ErrorCode::ServiceUnavailable, tls_failed(&why));
         }
+        // With TLS 1.3 a server says only afterwards that it does not take the client's certificate.
+        Some(io) if why.contains("alert") && io.get_ref().is_some() => {
+            return (ErrorCode::AuthFailed, refused_certificate(&why));
+        }
         Some(_) => (
             ErrorCode::ServiceUnavailable,
             "the server cannot be reached, or closed the connection: check that it runs and its address, or try again later",
@@ -320,6 +324,10 @@ fn tls_failed(why: &str) -> Cow<'static, str> {
     format!("the TLS handshake failed ({why}): check sslmode, the server's certificate and the connector's trust and host name").into()
 }
 
+fn refused_certificate(why: &str) -> Cow<'static, str> {
+    format!("the server ended TLS ({why}): check the client's certificate, sslcert and sslkey, and the server's ssl_ca_file").into()
+}
+
 /// A failure without an error of input and output below.
 fn without_io(text: &str, why: &str) -> (ErrorCode, Cow<'static, str>) {
     let (code, message) = if text.starts_with("authentication error") && why.contains("channel binding") {
@@ -332,7 +340,7 @@ fn without_io(text: &str, why: &str) -> (ErrorCode, Cow<'static, str>) {
     } else if why == "password missing" {
         (
             ErrorCode::AuthFailed,
-            "the server asks for a password and the connection settings have none: add password=… (PGPASSWORD and a passfile are not read)",
+            "the server asks for a password and the connection settings have none: add password=… (for a connection string also PGPASSWORD, or a line of the passfile ~/.pgpass)",
         )
     } else if text.starts_with("invalid conf") || text.starts_with("invalid connection") {
         (ErrorCode::InvalidArgument, "the connection settings are not valid: the cause says which")

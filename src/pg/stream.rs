@@ -42,6 +42,7 @@ struct State {
     guards: AtomicBool,
     /// The server said that a commit may not have reached its standby.
     unreplicated: AtomicBool,
+    encrypted: AtomicBool,
     waiting: Mutex<Option<Waker>>,
 }
 
@@ -53,6 +54,7 @@ impl StreamControl {
             dead: AtomicBool::new(false),
             guards: AtomicBool::new(false),
             unreplicated: AtomicBool::new(false),
+            encrypted: AtomicBool::new(false),
             waiting: Mutex::new(None),
         }))
     }
@@ -80,6 +82,11 @@ impl StreamControl {
     /// Whether the socket runs through us: TCP, not a Unix socket.
     pub(crate) fn guards(&self) -> bool {
         self.0.guards.load(Ordering::SeqCst)
+    }
+
+    /// Whether what runs through us is encrypted.
+    pub(crate) fn is_encrypted(&self) -> bool {
+        self.0.encrypted.load(Ordering::SeqCst)
     }
 
     pub(crate) fn is_dead(&self) -> bool {
@@ -299,7 +306,7 @@ where
             };
             if self.encryption != Encryption::Direct && !offers_tls(&mut socket, &mut alarm).await? {
                 if self.encryption == Encryption::Required {
-                    return Err("the server does not offer TLS, but sslmode=require asks for it".into());
+                    return Err("the server does not offer TLS, but sslmode asks for it".into());
                 }
                 return Ok(DeadlineStream::new(self.control, MaybeTls::Plain(socket)));
             }
@@ -309,6 +316,7 @@ where
                 Poll::Pending => Poll::Ready(Err(ready!(alarm.poll_over(cx)).into())),
             })
             .await?;
+            self.control.0.encrypted.store(true, Ordering::SeqCst);
             Ok(DeadlineStream::new(self.control, MaybeTls::Tls(stream)))
         })
     }

@@ -175,7 +175,7 @@ fn every_dependency_has_its_reason() {
 #[test]
 fn every_option_is_in_the_table() {
     let page = read("README.md");
-    let makers = ["new", "connect", "connect_with", "build"];
+    let makers = ["new", "connect", "connect_env", "connect_with", "build"];
     for (path, kind) in
         [("src/lock/options.rs", "LockOptions"), ("src/client/builder.rs", "PgLockClientBuilder")]
     {

@@ -12,13 +12,13 @@ use std::fs;
 use std::path::Path;
 
 /// The test programs with a file a subject.
-const PROGRAMS: [&str; 5] = ["it", "process", "pure", "faults", "model"];
+const PROGRAMS: [&str; 6] = ["it", "process", "pure", "faults", "model", "tls"];
 
 const TABLE: &str = include_str!("../requirements.tsv");
 
 /// How many requirements there are of each kind, numbered from 1: one that goes missing, or is named
 /// wrongly, is noticed.
-const COUNTS: [(&str, usize); 25] = [
+const COUNTS: [(&str, usize); 26] = [
     ("CAP", 5),
     ("KEY", 15),
     ("STORE", 4),
@@ -44,6 +44,7 @@ const COUNTS: [(&str, usize); 25] = [
     ("TEST", 9),
     ("DOC", 3),
     ("ADV", 32),
+    ("TLS", 12),
 ];
 
 struct Row {

@@ -6,7 +6,7 @@ use std::process::Command;
 use serde_json::Value;
 
 /// One of these in every package's expression is enough.
-const LICENCES: [&str; 4] = ["MIT", "Apache-2.0", "Unicode-3.0", "BSD-3-Clause"];
+const LICENCES: [&str; 5] = ["MIT", "Apache-2.0", "Unicode-3.0", "BSD-3-Clause", "ISC"];
 
 fn metadata() -> Value {
     let version = Command::new(env!("CARGO")).arg("-vV").output().unwrap();
