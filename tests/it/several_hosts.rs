@@ -244,7 +244,8 @@ fn names_are_resolved_within_the_call_and_a_user_without_a_name_is_told() {
 
 #[test]
 fn channel_binding_without_encryption_is_refused_before_anything_is_sent() {
-    for url in ["host=127.0.0.1 channel_binding=require", "host=/run channel_binding=require"] {
+    for url in ["host=127.0.0.1 sslmode=disable channel_binding=require", "host=/run channel_binding=require"]
+    {
         let error = PgLockClient::connect(url).unwrap_err();
         assert_eq!(error.code(), ErrorCode::InvalidArgument);
         assert!(error.to_string().contains("needs TLS"), "{error}");
