@@ -182,6 +182,8 @@ pub(crate) fn a_claim_marks_the_slot_and_leaves_the_lease(bench: &Bench<'_>) {
     }
     assert!(bench.is_locked(&key));
     assert_eq!(try_begin(bench, &key, slot), BeginOutcome::AlreadyDone, "also while it runs");
+    let again = begin_as(bench, &key, &run.grant.acquired.lock_id, slot);
+    assert_eq!(again.unwrap(), BeginOutcome::AlreadyDone, "also to a copy of its own begin");
     assert!(bench.release(&run.grant.acquired.lock_id));
     assert_eq!(try_begin(bench, &key, slot), BeginOutcome::AlreadyDone);
 }

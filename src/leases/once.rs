@@ -73,7 +73,22 @@ impl BeginCall<'_> {
                 outcome => return outcome,
             }
         }
+        if self.own_slot_is_done(session, at)? {
+            return Ok(BeginOutcome::AlreadyDone);
+        }
         Err(swallowed().into())
+    }
+
+    /// Whether an earlier copy of this begin was granted, and its slot has been marked since: under a row of
+    /// ours the second look at the mark fails each time.
+    fn own_slot_is_done(&self, session: &mut Session<'_>, at: &ResolvedTables) -> Result<bool, Failure> {
+        let [key, _, _, lock_id, _] = self.acquire.grant_args();
+        let answers = session.ask_one(&at.statements.by_id, &[lock_id])?;
+        let Some(row) = answers.row(0)? else { return Ok(false) };
+        let granted_at = required(int(row, 3)?)?;
+        let answers = session.ask_one(&at.statements.view, &[key, Arg::Text(&self.mark)])?;
+        let mark = int(required(answers.row(0)?)?, 2)?.and_then(|mark| u64::try_from(mark).ok());
+        Ok(mark.is_some_and(|mark| mark >= self.run.slot.at(granted_at)))
     }
 
     fn look_and_grant(

@@ -178,19 +178,23 @@ impl<'a> AcquireAll<'a> {
             other => other?,
         };
         let rows = answers.rows(0)?;
+        let mut held = None;
         for row in rows {
             let now_ms = required(int(row, 4)?)?;
             if now_ms == GRANTED {
                 return Ok(Round::Granted(required(self.granted(rows)?)?));
             }
             let (place, expires_at_ms) = (self.place(row)?, required(int(row, 1)?)?);
-            let own = self.wanted.get(place).map(|want| want.lock_id) == text(row, 3)?;
-            if !own && is_live(expires_at_ms, now_ms, TIME_TOLERANCE_MS) {
+            if self.wanted.get(place).map(|want| want.lock_id) == text(row, 3)? {
+                // A part of an earlier copy, which must not stay.
+                return careful(session);
+            }
+            if held.is_none() && is_live(expires_at_ms, now_ms, TIME_TOLERANCE_MS) {
                 let fence = text(row, 2)?.and_then(|fence| fence.parse().ok());
-                return Ok(Round::Held(place, Holder::until(fence, expires_at_ms, now_ms)));
+                held = Some(Round::Held(place, Holder::until(fence, expires_at_ms, now_ms)));
             }
         }
-        careful(session)
+        held.map_or_else(|| careful(session), Ok)
     }
 
     /// The whole decision behind the queue: one message, or two with the token checked in between,
@@ -233,23 +237,27 @@ impl<'a> AcquireAll<'a> {
         at: &ResolvedTables,
         rows: &[Row],
     ) -> Result<Round, Failure> {
-        let (mut mine, mut all_free, mut busy) = (false, false, None);
+        let (mut mine, mut all_free, mut held, mut busy) = (false, false, None, None);
         for row in rows {
             let place = self.place(row)?;
-            mine |= required(int(row, 9)?)? > 0;
+            // Where another has one of the keys, ours were looked at and not locked.
+            mine |= required(int(row, 9)?)? > 0 || flag(row, 8)? == Some(true);
             all_free |= required(int(row, 10)?)? > 0;
-            if let (Some(rest_ms), Some(true), Some(false)) = (int(row, 5)?, flag(row, 7)?, flag(row, 8)?) {
+            if let (Some(rest_ms), Some(true), Some(false), None) =
+                (int(row, 5)?, flag(row, 7)?, flag(row, 8)?, &held)
+            {
                 let fence = text(row, 6)?.and_then(|fence| fence.parse().ok());
-                return Ok(Round::Held(place, Holder::until(fence, rest_ms, 0)));
+                held = Some(Round::Held(place, Holder::until(fence, rest_ms, 0)));
             }
             if busy.is_none() && !required(flag(row, 11)?)? {
                 busy = Some(place);
             }
         }
-        match (mine, all_free) {
-            (true, _) => Ok(Round::Mine),
+        match (mine, held, all_free) {
+            (true, ..) => Ok(Round::Mine),
+            (_, Some(held), _) => Ok(held),
             // All was well but the counters.
-            (_, true) => Err(self.unraised(session, at)),
+            (.., true) => Err(self.unraised(session, at)),
             _ => Ok(Round::Held(busy.unwrap_or(0), Holder::default())),
         }
     }

@@ -71,6 +71,10 @@ pub(super) fn begin(
         if last.is_some_and(|last| last >= slot) {
             return Ok((BeginOutcome::AlreadyDone, last, now));
         }
+        // The time of an earlier copy's grant is over before anybody was told of it.
+        if store.is_of(&key.base, id.as_str()) && store.live_by_id(id.as_str(), now).is_none() {
+            return Ok((BeginOutcome::Running, last, now));
+        }
         let granted = store.acquire(&key, id.as_str(), ttl, now)?;
         let begun = |grant| BeginOutcome::Begun(BegunRun { grant, slot, last });
         Ok((granted.map_or(BeginOutcome::Running, begun), last, now))

@@ -104,24 +104,28 @@ impl Store {
         ttl: Ttl,
         now: i64,
     ) -> Result<GrantAll> {
-        let live = |store: &Self, (key, id): &(StoredKey, LockId)| {
-            let row = store.rows.get(&key.base).filter(|row| row.is_live(now))?;
-            Some((row.lock_id == id.as_str(), Holder::until(Some(row.fence), row.expires_at_ms, now)))
+        // Rows of ours, live or not, and live ones of others.
+        let look = |store: &Self, (key, id): &(StoredKey, LockId)| {
+            let row = store.rows.get(&key.base)?;
+            let own = row.lock_id == id.as_str();
+            let holder = Holder::until(Some(row.fence), row.expires_at_ms, now);
+            (own || row.is_live(now)).then_some((own, row.is_live(now), holder))
         };
-        let seen: Vec<_> = leases.iter().map(|lease| live(self, lease)).collect();
-        let mine = seen.iter().flatten().filter(|(own, _)| *own).count();
-        let other = seen.iter().position(|row| row.is_some_and(|(own, _)| !own));
+        let seen: Vec<_> = leases.iter().map(|lease| look(self, lease)).collect();
+        let mine = seen.iter().flatten().filter(|(own, ..)| *own).count();
+        let is_held = |row: &Option<(bool, bool, Holder)>| matches!(row, Some((true, true, _)));
+        let other = seen.iter().position(|row| matches!(row, Some((false, ..)))).filter(|_| mine == 0);
         // Of the same attempt's leases some were lost since: it has none of them any more.
-        let partly = mine > 0 && mine < leases.len();
+        let partly = mine > 0 && !seen.iter().all(is_held);
         if partly {
             for (_, id) in leases {
                 self.release(id.as_str(), now);
             }
         }
-        let first_lost = || seen.iter().position(|row| row.is_none_or(|(own, _)| !own)).filter(|_| partly);
+        let first_lost = || seen.iter().position(|row| !is_held(row)).filter(|_| partly);
         if let Some(index) = other.or_else(first_lost) {
             let holder =
-                seen.get(index).copied().flatten().map_or_else(Holder::default, |(_, holder)| holder);
+                seen.get(index).copied().flatten().map_or_else(Holder::default, |(.., holder)| holder);
             return Ok(GrantAll::Held { index, holder });
         }
         // Nothing is written before it is certain that all can be.

@@ -11,6 +11,7 @@
 // A test that fails panics.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
+mod kinds;
 mod server;
 mod steps;
 mod world;

@@ -130,6 +130,12 @@ impl Tables {
         self.client.execute(&self.remove, &[&key]).unwrap() == 1
     }
 
+    /// Carries out these statements in a transaction. Whether it was committed.
+    pub(crate) fn commits(&mut self, statements: &str) -> bool {
+        let mut transaction = self.client.transaction().unwrap();
+        transaction.batch_execute(statements).is_ok() && transaction.commit().is_ok()
+    }
+
     pub(crate) fn set_counter(&mut self, key: &str, value: u64) {
         self.client.execute(&self.count, &[&key, &i64::try_from(value).unwrap()]).unwrap();
     }

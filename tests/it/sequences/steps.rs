@@ -1,10 +1,13 @@
 //! What a history is made of, and how one is drawn at random.
 
 use proptest::prelude::*;
+use syncguard::backend::MarkStep;
 
 /// How many keys, and how many clients that contend for them.
 pub(crate) const KEYS: usize = 3;
 pub(crate) const CLIENTS: usize = 3;
+/// The greatest limit of the semaphore.
+pub(crate) const PERMITS: u32 = 3;
 
 /// All ttls are half a second off a whole one and all pauses are whole seconds, so that every moment
 /// at which something is decided is half a second away from the edge of every lease: the few
@@ -72,7 +75,7 @@ pub(crate) enum Step {
     },
     /// One batch, of the clients' leases of the keys whose bit is set.
     Renew {
-        clients: [Option<usize>; KEYS],
+        clients: Clients,
         ttl: usize,
     },
     /// So many seconds go by, or the server's clock is set back.
@@ -103,7 +106,61 @@ pub(crate) enum Step {
         key: usize,
         value: u64,
     },
+    /// What sets, permits and runs do.
+    Kind(Kind),
 }
+
+/// What is done beside plain locks, on the same keys.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Kind {
+    /// An attempt for the keys that have a client, with new ids, or with the last ones.
+    AttemptAll {
+        clients: Clients,
+        fresh: bool,
+        ttl: usize,
+        form: Form,
+    },
+    ReleaseAll {
+        clients: Clients,
+    },
+    /// An attempt for a permit of the semaphore with the first key's name, with a new id, or the last one.
+    Permit {
+        client: usize,
+        limit: u32,
+        fresh: bool,
+        ttl: usize,
+        form: Form,
+    },
+    InUse {
+        form: Form,
+    },
+    /// Of a job with the key's name. Only slots with numbers: periods would be those of a clock that runs.
+    Begin {
+        key: usize,
+        client: usize,
+        slot: u64,
+        fresh: bool,
+        ttl: usize,
+        form: Form,
+    },
+    /// Of the client's last run of this job.
+    Mark {
+        key: usize,
+        client: usize,
+        step: MarkStep,
+    },
+    /// The same in a transaction of the caller's.
+    Complete {
+        key: usize,
+        client: usize,
+    },
+    SetMark {
+        key: usize,
+        slot: u64,
+    },
+}
+
+pub(crate) type Clients = [Option<usize>; KEYS];
 
 /// One message to the server, or two with a look at the token in between.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -116,6 +173,7 @@ pub(crate) enum Form {
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Id {
     Mine { key: usize, client: usize },
+    Permit { client: usize },
     Chosen { key: usize },
     Stranger { key: usize },
 }
@@ -148,7 +206,37 @@ pub(crate) fn history() -> impl Strategy<Value = Vec<Step>> {
         1 => Just(Step::CleanUp),
         1 => (keys(), counters()).prop_map(|(key, value)| Step::Counter { key, value }),
     ];
+    let step = prop_oneof![3 => step, 2 => kinds().prop_map(Step::Kind)];
     prop::collection::vec(step, 1..20)
+}
+
+fn kinds() -> impl Strategy<Value = Kind> + Clone {
+    let slots = || 0_u64..5;
+    let steps = prop::sample::select(vec![MarkStep::Claim, MarkStep::Finish, MarkStep::Verify]);
+    prop_oneof![
+        4 => (several(), prop::bool::weighted(0.7), ttls(), forms())
+            .prop_map(|(clients, fresh, ttl, form)| Kind::AttemptAll { clients, fresh, ttl, form }),
+        2 => several().prop_map(|clients| Kind::ReleaseAll { clients }),
+        5 => (clients(), 1..=PERMITS, prop::bool::weighted(0.7), ttls(), forms())
+            .prop_map(|(client, limit, fresh, ttl, form)| Kind::Permit { client, limit, fresh, ttl, form }),
+        1 => forms().prop_map(|form| Kind::InUse { form }),
+        4 => (keys(), clients(), slots(), prop::bool::weighted(0.8), ttls(), forms()).prop_map(
+            |(key, client, slot, fresh, ttl, form)| Kind::Begin { key, client, slot, fresh, ttl, form }
+        ),
+        4 => (keys(), clients(), steps).prop_map(|(key, client, step)| Kind::Mark { key, client, step }),
+        2 => (keys(), clients()).prop_map(|(key, client)| Kind::Complete { key, client }),
+        1 => (keys(), slots()).prop_map(|(key, slot)| Kind::SetMark { key, slot }),
+    ]
+}
+
+/// At least one key.
+fn several() -> impl Strategy<Value = Clients> + Clone {
+    (prop::array::uniform3(prop::option::weighted(0.6, clients())), keys(), clients()).prop_map(
+        |(mut all, key, client)| {
+            all[key] = Some(client);
+            all
+        },
+    )
 }
 
 fn keys() -> impl Strategy<Value = usize> + Clone {
@@ -171,6 +259,7 @@ fn forms() -> impl Strategy<Value = Form> + Clone {
 fn ids() -> impl Strategy<Value = Id> {
     prop_oneof![
         8 => (keys(), clients()).prop_map(|(key, client)| Id::Mine { key, client }),
+        1 => clients().prop_map(|client| Id::Permit { client }),
         1 => keys().prop_map(|key| Id::Chosen { key }),
         1 => keys().prop_map(|key| Id::Stranger { key }),
     ]

@@ -10,11 +10,11 @@ use std::time::Duration;
 use syncguard::backend::{Attempt, ExtendOutcome, Moment, ReleaseOutcome, RenewOutcome, Renewal};
 use syncguard::{
     AcquireResult, CLEANUP_GUARD_MS, CancelToken, ErrorCode, Fence, LockBackend, LockError, LockInfoRaw,
-    Lookup, LostReason, MemoryBackend, PgLockClient, Reason, TIME_TOLERANCE_MS,
+    Lookup, LostReason, MemoryBackend, PgLockClient, Reason, Slot, TIME_TOLERANCE_MS,
 };
 
 use crate::sequences::server::{MAX_DRIFT_MS, Tables, TooSlow};
-use crate::sequences::steps::{CLIENTS, Form, Id, KEYS, Step, TTLS_MS};
+use crate::sequences::steps::{CLIENTS, Clients, Form, Id, KEYS, PERMITS, Step, TTLS_MS};
 
 /// Why a history was not played to its end.
 pub(crate) enum Stop {
@@ -29,7 +29,7 @@ impl From<TooSlow> for Stop {
 }
 
 /// An answer without its time, and the time.
-type Answer<T> = (Result<T, (ErrorCode, bool)>, Option<i64>);
+pub(crate) type Answer<T> = (Result<T, (ErrorCode, bool)>, Option<i64>);
 
 /// What was done to a lease, or why it was not.
 #[derive(Debug, PartialEq, Eq)]
@@ -41,10 +41,15 @@ enum Outcome<R> {
 /// How the keys and lock ids of a history are called: nobody else has them.
 pub(crate) struct Names {
     case: u64,
-    keys: Vec<String>,
+    pub(crate) keys: Vec<String>,
     generation: [[u32; CLIENTS]; KEYS],
     chosen: Vec<String>,
     stranger: Vec<String>,
+    /// The last permit's id of each client.
+    permits: [(String, u32); CLIENTS],
+    tries: u32,
+    /// The fence and the slot of each client's last run of each job.
+    pub(crate) runs: [[(u64, u64); CLIENTS]; KEYS],
 }
 
 impl Names {
@@ -57,16 +62,54 @@ impl Names {
             generation: [[0; CLIENTS]; KEYS],
             chosen: nobody('c'),
             stranger: nobody('s'),
+            permits: std::array::from_fn(|client| (id('q', case, 0, client, 0), 0)),
+            tries: 0,
+            runs: [[(1, 0); CLIENTS]; KEYS],
         }
     }
 
-    fn mine(&self, key: usize, client: usize) -> String {
+    /// Keys, marks and permits, as they are stored.
+    fn stored(&self) -> Vec<String> {
+        let marks = self.keys.iter().map(|key| format!("{key}\u{2126}number"));
+        let permits = (1..=PERMITS).map(|number| format!("{}\u{2126}{number}", self.keys[0]));
+        self.keys.iter().cloned().chain(marks).chain(permits).collect()
+    }
+
+    /// A new id for an attempt of this client.
+    pub(crate) fn renewed(&mut self, key: usize, client: usize, fresh: bool) -> String {
+        self.generation[key][client] += u32::from(fresh);
+        self.mine(key, client)
+    }
+
+    /// The same for a permit, with the limit of its attempt. It is an id with which PostgreSQL looks at the
+    /// permits from the first on, as the model does, whatever the limit is.
+    pub(crate) fn permit(&mut self, client: usize, limit: u32, fresh: bool) -> (String, u32) {
+        if fresh || self.permits[client].1 == 0 {
+            let start = |id: &String| {
+                id.bytes().fold(0_u32, |sum, byte| sum.wrapping_mul(31).wrapping_add(u32::from(byte)))
+            };
+            let first = self.tries + 1;
+            let mut ids = (first..).map(|n| (n, id('p', self.case, 0, client, n)));
+            let (n, id) = ids.find(|(_, id)| start(id) % 6 == 0).expect("there are many");
+            (self.tries, self.permits[client]) = (n, (id, limit));
+        }
+        self.permits[client].clone()
+    }
+
+    pub(crate) fn mine(&self, key: usize, client: usize) -> String {
         id('m', self.case, key, client, self.generation[key][client])
+    }
+
+    /// The keys that have a client, and its last id for each.
+    pub(crate) fn of_all(&self, clients: &Clients) -> Vec<(usize, String)> {
+        let mine = |(key, client): (usize, &Option<usize>)| client.map(|it| (key, self.mine(key, it)));
+        clients.iter().enumerate().filter_map(mine).collect()
     }
 
     fn id(&self, of: Id) -> String {
         match of {
             Id::Mine { key, client } => self.mine(key, client),
+            Id::Permit { client } => self.permits[client].0.clone(),
             Id::Chosen { key } => self.chosen[key].clone(),
             Id::Stranger { key } => self.stranger[key].clone(),
         }
@@ -78,10 +121,10 @@ fn id(letter: char, case: u64, key: usize, client: usize, generation: u32) -> St
 }
 
 pub(crate) struct World<'a> {
-    client: &'a PgLockClient,
-    tables: &'a mut Tables,
-    model: MemoryBackend,
-    names: Names,
+    pub(crate) client: &'a PgLockClient,
+    pub(crate) tables: &'a mut Tables,
+    pub(crate) model: MemoryBackend,
+    pub(crate) names: Names,
     /// Every call in this form, instead of the one that was drawn for it.
     form: Option<Form>,
 }
@@ -89,7 +132,7 @@ pub(crate) struct World<'a> {
 impl<'a> World<'a> {
     pub(crate) fn new(client: &'a PgLockClient, tables: &'a mut Tables, prefix: &str, case: u64) -> Self {
         let (model, names) = (MemoryBackend::manual(), Names::new(prefix, case));
-        tables.begin(&names.keys, model.server_time());
+        tables.begin(&names.stored(), model.server_time());
         Self { client, tables, model, names, form: None }
     }
 
@@ -117,8 +160,7 @@ impl<'a> World<'a> {
         match step {
             Step::Acquire { key, ttl, form } => self.acquire(key, ttl, form),
             Step::Attempt { key, client, ttl, form } => {
-                self.names.generation[key][client] += 1;
-                let lock_id = self.names.mine(key, client);
+                let lock_id = self.names.renewed(key, client, true);
                 self.attempt(key, &lock_id, ttl, form)
             }
             Step::Again { key, client, ttl, form } => {
@@ -163,6 +205,7 @@ impl<'a> World<'a> {
                 self.lookup(Lookup::LockId(&lock_id), form)
             }
             Step::Renew { clients, ttl } => self.renew(clients, ttl),
+            Step::Kind(kind) => self.kind(kind),
             other => self.meddle(other),
         }
     }
@@ -235,6 +278,13 @@ impl<'a> World<'a> {
             }
         }
         self.model.shift_server_clock(twice);
+        // The model keeps a permit's dead row: nobody asks for that id again.
+        for client in 0..CLIENTS {
+            let lease = Lookup::LockId(&self.names.permits[client].0);
+            if self.model.lookup_raw(lease, &CancelToken::never()).unwrap().is_none() {
+                self.names.permits[client] = (id('q', self.names.case, 0, client, 0), 0);
+            }
+        }
         // How many are deleted says nothing: rows of other histories are among them.
         let cleaned = self.client.operator().cleanup_expired(10_000);
         same("cleanup", &Ok(()), &cleaned.map(drop).map_err(|error| code(&error)))
@@ -280,12 +330,8 @@ impl<'a> World<'a> {
         }
     }
 
-    fn renew(&mut self, clients: [Option<usize>; KEYS], ttl: usize) -> Result<(), Stop> {
-        let ids: Vec<(usize, String)> = clients
-            .iter()
-            .enumerate()
-            .filter_map(|(key, client)| client.map(|client| (key, self.names.mine(key, client))))
-            .collect();
+    fn renew(&mut self, clients: Clients, ttl: usize) -> Result<(), Stop> {
+        let ids = self.names.of_all(&clients);
         let leases: Vec<_> = ids
             .iter()
             .map(|(key, lock_id)| {
@@ -305,14 +351,14 @@ impl<'a> World<'a> {
         Ok(())
     }
 
-    fn token(&self, drawn: Form) -> CancelToken {
+    pub(crate) fn token(&self, drawn: Form) -> CancelToken {
         match self.form.unwrap_or(drawn) {
             Form::One => CancelToken::never(),
             Form::Two => CancelToken::new(),
         }
     }
 
-    fn both<T: Debug + PartialEq>(
+    pub(crate) fn both<T: Debug + PartialEq>(
         &self,
         what: &str,
         call: impl Fn(&dyn LockBackend) -> Answer<T>,
@@ -321,7 +367,7 @@ impl<'a> World<'a> {
     }
 
     /// The server's answer must be the model's, at a time that is at most a drift later.
-    fn same<T: Debug + PartialEq>(
+    pub(crate) fn same<T: Debug + PartialEq>(
         &self,
         what: &str,
         model: &Answer<T>,
@@ -337,6 +383,10 @@ impl<'a> World<'a> {
     /// What is stored, dead rows included: they are brought back to life in the model to be seen.
     fn compare_stored(self) -> Result<(), Stop> {
         let stored = self.tables.dump(self.model.server_time())?;
+        for (key, mark) in self.names.keys.iter().zip(&stored[KEYS..]) {
+            let expected = self.model.mark(key, Slot::number(0)).unwrap();
+            same("stored mark", &expected.map(u64::cast_signed), &mark.counter)?;
+        }
         for (key, stored) in self.names.keys.iter().zip(stored) {
             let counter = self.model.counter(key).map(|counter| i64::try_from(counter).unwrap());
             same("stored counter", &counter, &stored.counter)?;
@@ -360,14 +410,14 @@ impl<'a> World<'a> {
     }
 }
 
-fn same<T: Debug + PartialEq>(what: &str, model: &T, server: &T) -> Result<(), Stop> {
+pub(crate) fn same<T: Debug + PartialEq>(what: &str, model: &T, server: &T) -> Result<(), Stop> {
     if model == server {
         return Ok(());
     }
     Err(Stop::Differ(format!("{what}: the model says {model:?}, PostgreSQL says {server:?}")))
 }
 
-fn close(what: &str, model: i64, server: i64) -> Result<(), Stop> {
+pub(crate) fn close(what: &str, model: i64, server: i64) -> Result<(), Stop> {
     if (0..=MAX_DRIFT_MS).contains(&(server - model)) {
         return Ok(());
     }
@@ -376,11 +426,11 @@ fn close(what: &str, model: i64, server: i64) -> Result<(), Stop> {
     )))
 }
 
-fn length(ttl: usize) -> Duration {
+pub(crate) fn length(ttl: usize) -> Duration {
     Duration::from_millis(TTLS_MS[ttl].unsigned_abs())
 }
 
-fn code(error: &LockError) -> (ErrorCode, bool) {
+pub(crate) fn code(error: &LockError) -> (ErrorCode, bool) {
     (error.code(), error.is_outcome_unknown())
 }
 
