@@ -22,6 +22,7 @@ mod fork;
 mod headings;
 mod history;
 mod holder;
+mod kills;
 mod kind_controls;
 mod kind_rules;
 mod kinds;
