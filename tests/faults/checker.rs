@@ -35,10 +35,10 @@ pub fn check(history: &History, allow: Allow) -> Vec<Violation> {
     overlap(history, &mut found);
     fences(history, &mut found);
     registers(history, &mut found);
+    kind_rules::check(history, &mut found);
+    unlocked(history, &mut found);
     unavailable(history, allow, &mut found);
     late(history, &mut found);
-    unlocked(history, &mut found);
-    kind_rules::check(history, &mut found);
     found
 }
 
@@ -170,7 +170,9 @@ fn unavailable(history: &History, allow: Allow, found: &mut Vec<Violation>) {
         let disturbed = || history.disturbed.iter().any(|(from, to)| *from < op.recv && op.send < *to);
         let refused = op.outcome == Outcome::Refused
             || op.outcome == Outcome::Failed("AcquisitionTimeout".to_owned()) && !disturbed();
-        if op.what != What::Acquire || !refused {
+        // A guard that came so late is not handed out.
+        let late = matches!(op.outcome, Outcome::Refused) && op.recv - op.send >= op.ttl / 2;
+        if op.what != What::Acquire || !refused || late {
             continue;
         }
         // So many others were there at some time of the call. Itself is no reason.
@@ -192,7 +194,7 @@ fn unreasoned(op: &Op) -> Violation {
     Violation { rule: "unavailable", text, at: op.recv }
 }
 
-/// How long a call took, pauses of its process not counted; `None` if it was never answered.
+/// How long a call took, pauses of its process and the time that its thread waited for a processor not counted; `None` if it was never answered.
 pub fn took(history: &History, op: &Op) -> Option<u64> {
     if op.recv == u64::MAX {
         return None;
@@ -203,7 +205,7 @@ pub fn took(history: &History, op: &Op) -> Option<u64> {
         .filter(|pause| pause.process == op.process && pause.from < op.recv && pause.to > op.send)
         .map(|pause| pause.to.min(op.recv) - pause.from.max(op.send))
         .sum();
-    Some((op.recv - op.send).saturating_sub(paused))
+    Some((op.recv - op.send).saturating_sub(paused + op.stalled))
 }
 
 fn late(history: &History, found: &mut Vec<Violation>) {
@@ -263,6 +265,7 @@ mod tests {
             bound: 50 * MS,
             outcome,
             set: None,
+            stalled: 0,
             limit: 0,
         }
     }
@@ -345,6 +348,9 @@ mod tests {
     fn a_late_answer_is_found_unless_its_process_was_paused() {
         let mut history = History { ops: vec![op(What::Release, 1, 0, 1051, ok(1))], ..History::default() };
         finds(&history, Some("late"));
+        history.ops[0].stalled = 2 * MS;
+        finds(&history, None);
+        history.ops[0].stalled = 0;
         history.pauses.push(Pause { process: 1, from: 10 * MS, to: 20 * MS });
         finds(&history, None);
     }

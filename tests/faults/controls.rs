@@ -214,6 +214,7 @@ fn answered(process: u32, outcome: Outcome) -> Op {
         bound: 0,
         outcome,
         set: None,
+        stalled: 0,
         limit: 0,
     }
 }

@@ -54,6 +54,8 @@ pub struct Op {
     pub outcome: Outcome,
     /// The call for several keys that it is a part of, and its place there.
     pub set: Option<(u64, usize)>,
+    /// How long its thread could not run, for want of a processor.
+    pub stalled: u64,
     /// How many permits the semaphore has, for an acquire of one: its key is the semaphore's, or that of the
     /// permit once it is known.
     pub limit: u64,
@@ -132,7 +134,7 @@ impl Reader {
         Self { process, ..Self::default() }
     }
 
-    /// `S n what key fence ttl bound time limit`, `E n time outcome…`, `H key fence ttl time`, `J job slot time`.
+    /// `S n what key fence ttl bound time limit`, `E n time outcome…`, `H key fence ttl time`, `J job slot time`, `D n time`.
     /// Several keys stand with `+` between them, and so do their fences with `,`.
     pub fn line(&mut self, line: &str, into: &mut History) {
         let words: Vec<&str> = line.split(' ').collect();
@@ -158,6 +160,7 @@ impl Reader {
                     recv: u64::MAX,
                     outcome: Outcome::Pending,
                     set: key.contains('+').then(|| (u64::from(self.process) << 32 | number(1), 0)),
+                    stalled: 0,
                     limit: number(8),
                 };
                 self.latest = op.send;
@@ -179,6 +182,11 @@ impl Reader {
                     op.key = format!("{}#{}", op.key, number(6));
                 }
                 parts(op, words.get(4).copied().unwrap_or_default(), into);
+            }
+            ["D", n, ..] => {
+                if let Some(op) = self.open.get_mut(*n) {
+                    op.stalled = number(2);
+                }
             }
             ["J", job, ..] => {
                 let (process, job, slot, begun) = (self.process, (*job).to_owned(), number(2), number(3));

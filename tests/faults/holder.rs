@@ -1,6 +1,7 @@
 //! The worker process of a storm: threads that lock, believe, write and let go, and print all of it. What they do
 //! beside plain locks: [`kinds`](crate::kinds).
 
+use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
@@ -47,6 +48,7 @@ fn run(parent: &Parent) {
                 let random =
                     Random(seed.wrapping_mul(1000).wrapping_add(n + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
                 let mut holder = Holder {
+                    stalled: Cell::new(0),
                     parent,
                     client,
                     next,
@@ -96,10 +98,18 @@ impl Random {
     }
 }
 
+/// How long this thread has waited for a processor, where the system tells.
+fn stalled() -> u64 {
+    let told = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap_or_default();
+    told.split(' ').nth(1).and_then(|delay| delay.parse().ok()).unwrap_or(0)
+}
+
 pub struct Holder<'a> {
     parent: &'a Parent,
     pub client: &'a PgLockClient,
     next: &'a AtomicU64,
+    /// How long this thread had waited for a processor when its last call began.
+    stalled: Cell<u64>,
     direct: &'a str,
     fenced: bool,
     /// Whether it takes sets and permits, campaigns and runs jobs, too.
@@ -151,7 +161,7 @@ impl Holder<'_> {
     ) -> R {
         let n = self.begin(what, bound, 0);
         let result = call();
-        self.end(n, &outcome(&result));
+        self.end(n, || outcome(&result));
         result
     }
 
@@ -164,12 +174,19 @@ impl Holder<'_> {
     ) -> u64 {
         let n = self.next.fetch_add(1, Ordering::SeqCst) + 1;
         let (ttl, bound) = (ttl.as_nanos(), bound.as_nanos());
+        self.stalled.set(stalled());
         self.say(&format!("S {n} {what} {key} {fence} {ttl} {bound} {} {limit}", now()));
         n
     }
 
-    pub fn end(&self, n: u64, outcome: &str) {
-        self.say(&format!("E {n} {} {outcome}", now()));
+    /// Says how it ended. The time is taken before anybody looks what became of it.
+    pub fn end(&self, n: u64, outcome: impl FnOnce() -> String) {
+        let at = now();
+        let stalled = stalled().saturating_sub(self.stalled.get());
+        if stalled > MS {
+            self.say(&format!("D {n} {stalled}"));
+        }
+        self.say(&format!("E {n} {at} {}", outcome()));
     }
 
     pub fn say(&self, line: &str) {

@@ -119,6 +119,7 @@ fn late_completion(missing: &'static str) -> Vec<Violation> {
         bound: 0,
         outcome,
         set: None,
+        stalled: 0,
         limit: 0,
     });
     for row in sql.query("SELECT slot FROM effects", &[]).unwrap() {

@@ -224,7 +224,8 @@ mod tests {
     fn op(what: What, key: &str, (send, recv): (u64, u64), outcome: Outcome) -> Op {
         let (send, recv) = (send * MS, recv * MS);
         let key = key.to_owned();
-        Op { process: 1, what, key, fence: 0, ttl: 0, send, recv, bound: 0, outcome, set: None, limit: 0 }
+        let (fence, ttl, bound, set, stalled, limit) = (0, 0, 0, None, 0, 0);
+        Op { process: 1, what, key, fence, ttl, send, recv, bound, outcome, set, stalled, limit }
     }
 
     fn ok(number: u64) -> Outcome {

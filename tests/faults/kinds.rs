@@ -165,18 +165,15 @@ impl Holder<'_> {
         } else {
             semaphore.acquire_with(options).map(Some)
         };
-        self.end(
-            n,
-            &match &result {
-                Ok(Some(guard)) => format!(
-                    "{} {}",
-                    granted(guard.fence().get(), guard.expires_at_ms(), ttl),
-                    guard.permit().unwrap_or(0)
-                ),
-                Ok(None) => "refused".to_owned(),
-                Err(error) => self.unknown(error),
-            },
-        );
+        self.end(n, || match &result {
+            Ok(Some(guard)) => format!(
+                "{} {}",
+                granted(guard.fence().get(), guard.expires_at_ms(), ttl),
+                guard.permit().unwrap_or(0)
+            ),
+            Ok(None) => "refused".to_owned(),
+            Err(error) => self.unknown(error),
+        });
         result.ok().flatten()
     }
 
@@ -190,7 +187,7 @@ impl Holder<'_> {
         let mut led = 0;
         let result = client.elect(&key, &options, |term| {
             let fence = term.number().get();
-            self.end(call, &format!("ok {fence} 0"));
+            self.end(call, || format!("ok {fence} 0"));
             for _ in 0..self.rounds() {
                 if !self.believe(&key, fence, ttl, || term.is_held()) {
                     self.write_under(&key, (fence, ttl), |transaction| term.fence_transaction(transaction));
@@ -210,7 +207,7 @@ impl Holder<'_> {
             Continue(())
         });
         if let Err(error) = result {
-            self.end(call, &failed(&error));
+            self.end(call, || failed(&error));
         }
     }
 
@@ -253,7 +250,7 @@ impl Holder<'_> {
         let mut finish = None;
         let result = self.client.run_once(job, slot, options, |run| {
             let fence = run.fence().get();
-            self.end(begin, &format!("ok {fence} 0"));
+            self.end(begin, || format!("ok {fence} 0"));
             let at = now();
             self.say(&format!("J {job} {} {}", run.slot(), if run.is_held() { at } else { asked }));
             for _ in 0..rounds {
@@ -267,17 +264,14 @@ impl Holder<'_> {
             ended
         });
         let Some((finish, slot)) = finish else {
-            self.end(
-                begin,
-                &match &result {
-                    Ok(RunOnce::AlreadyDone) => "AlreadyDone".to_owned(),
-                    Ok(_) => "refused".to_owned(),
-                    Err(error) => self.unknown(error),
-                },
-            );
+            self.end(begin, || match &result {
+                Ok(RunOnce::AlreadyDone) => "AlreadyDone".to_owned(),
+                Ok(_) => "refused".to_owned(),
+                Err(error) => self.unknown(error),
+            });
             return result.is_ok();
         };
-        self.end(finish, &finished(&result, slot));
+        self.end(finish, || finished(&result, slot));
         result.is_ok()
     }
 

@@ -175,6 +175,7 @@ fn write(history: &mut History, process: u32, line: &str, tally: &mut Tally) {
         bound: 0,
         outcome,
         set: None,
+        stalled: 0,
         limit: 0,
     });
 }

@@ -387,7 +387,7 @@ fn no_wrong_answer_under_random_faults() {
         };
         let report = run(&setup);
         report.table.lines().for_each(|line| parent.say(line));
-        assert!(report.violations.is_empty(), "{:#?}", &report.violations[..report.violations.len().min(20)]);
+        assert!(report.violations.is_empty(), "{}", summary(&report.violations));
         assert!(report.leaks.is_empty(), "{:#?}", report.leaks);
         assert!(copies(&report), "{}", report.table);
         assert!(each_happened(&report), "{}", report.table);
@@ -401,6 +401,16 @@ fn no_wrong_answer_under_random_faults() {
     if let Ok(page) = std::env::var("SYNCGUARD_FAULT_PAGE") {
         crate::page::write(&page, "storm", &lines);
     }
+}
+
+/// How many of each rule, and some of them.
+fn summary(violations: &[Violation]) -> String {
+    let mut rules: BTreeMap<&str, Vec<&Violation>> = BTreeMap::new();
+    violations.iter().for_each(|found| rules.entry(found.rule).or_default().push(found));
+    let some = |(rule, found): (&&str, &Vec<&Violation>)| {
+        format!("{} × {rule}: {:#?}", found.len(), &found[..found.len().min(5)])
+    };
+    rules.iter().map(some).collect::<Vec<_>>().join("\n")
 }
 
 /// Whether extends or renewals came late, and twice.
@@ -431,7 +441,7 @@ fn no_wrong_answer_under_random_faults_behind_a_transaction_pooler() {
         pooled: true,
     });
     println!("{}", report.table);
-    assert!(report.violations.is_empty(), "{:#?}", &report.violations[..report.violations.len().min(20)]);
+    assert!(report.violations.is_empty(), "{}", summary(&report.violations));
     assert!(report.leaks.is_empty(), "{:#?}", report.leaks);
     assert!(copies(&report), "copies came late");
     assert!(each_happened(&report), "{}", report.table);
