@@ -283,13 +283,13 @@ impl Holder<'_> {
         let nap = Duration::from_millis(self.random.below(25));
         let mut sql = self.connection().ok_or("not connected")?;
         match effect(&mut sql, run, job, nap) {
-            Ok(done) => {
+            Ok(()) => {
                 self.sql = Some(sql);
-                if done { Ok(()) } else { Err("refused") }
+                Ok(())
             }
             // Whether it was committed is for the end of the run to see.
-            Err(_) if self.random.below(2) == 0 => Ok(()),
-            Err(_) => Err("unknown"),
+            Err(Failed::Later) if self.random.below(2) == 0 => Ok(()),
+            Err(_) => Err("failed"),
         }
     }
 
@@ -310,17 +310,21 @@ impl Holder<'_> {
     }
 }
 
-/// The effect and the mark of its slot, in one transaction. `false`: it was refused.
-fn effect(sql: &mut Client, run: &Run, job: &str, nap: Duration) -> Result<bool, postgres::Error> {
-    let mut transaction = sql.transaction()?;
-    if run.complete_in(&mut transaction).is_err() {
-        return Ok(false);
-    }
+/// How far a transaction with an effect came.
+enum Failed {
+    /// The run was not completed in it: its end would mark a slot without an effect.
+    Before,
+    Later,
+}
+
+/// The effect and the mark of its slot, in one transaction.
+fn effect(sql: &mut Client, run: &Run, job: &str, nap: Duration) -> Result<(), Failed> {
+    let mut transaction = sql.transaction().map_err(|_| Failed::Before)?;
+    run.complete_in(&mut transaction).map_err(|_| Failed::Before)?;
     thread::sleep(nap);
     let slot = i64::try_from(run.slot()).unwrap_or(0);
-    transaction.execute("INSERT INTO effects VALUES ($1, $2)", &[&job, &slot])?;
-    transaction.commit()?;
-    Ok(true)
+    let written = transaction.execute("INSERT INTO effects VALUES ($1, $2)", &[&job, &slot]);
+    written.and_then(|_| transaction.commit()).map_err(|_| Failed::Later)
 }
 
 fn finished(result: &Result<RunOnce<(), &str>, LockError>, slot: u64) -> String {

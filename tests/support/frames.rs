@@ -2,7 +2,7 @@
 //!
 //! <https://www.postgresql.org/docs/current/protocol-message-formats.html>
 
-use std::io::{self, Read as _};
+use std::io::{self, Read as _, Write as _};
 use std::net::TcpStream;
 
 /// One message: a type byte (not in a client's first) and a length that counts itself.
@@ -63,4 +63,24 @@ pub fn rewritten(frames: &[u8], rewrite: &dyn Fn(&str) -> String) -> (Vec<u8>, b
         out.extend(message(kind, &[before, other.as_bytes(), behind]));
     }
     (out, changed)
+}
+
+/// Answers a client that asks for TLS that there is none, as a server without a certificate does. What it says
+/// next is left to be read.
+pub fn refuse_tls(client: &mut TcpStream) -> io::Result<()> {
+    const REQUEST: [u8; 8] = [0, 0, 0, 8, 4, 210, 22, 47];
+    let mut said = [0; 8];
+    // Whatever a client says first has eight bytes or more.
+    loop {
+        match client.peek(&mut said)? {
+            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+            8 => break,
+            _ => std::thread::yield_now(),
+        }
+    }
+    if said == REQUEST {
+        client.read_exact(&mut said)?;
+        client.write_all(b"N")?;
+    }
+    Ok(())
 }

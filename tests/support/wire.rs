@@ -7,6 +7,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
+use crate::frames::refuse_tls;
+
 /// Forwards every connection to a server of its own, until told otherwise.
 #[derive(Debug)]
 pub struct Wire {
@@ -86,6 +88,10 @@ impl Wire {
 impl State {
     fn pump(&self, mut from: TcpStream, mut to: TcpStream) {
         let mut bytes = [0; 4096];
+        if !self.silent.load(Ordering::SeqCst) && refuse_tls(&mut from).is_err() {
+            let _ = to.shutdown(Shutdown::Both);
+            return;
+        }
         while let Ok(n @ 1..) = from.read(&mut bytes) {
             if self.silent.load(Ordering::SeqCst) {
                 self.lost.fetch_add(n, Ordering::SeqCst);
@@ -128,6 +134,7 @@ pub fn transaction_pooler(port: u16) -> String {
         for mut client in listener.incoming().map_while(Result::ok) {
             let (server, greeting) = (Arc::clone(&server), greeting.clone());
             thread::spawn(move || -> io::Result<()> {
+                refuse_tls(&mut client)?;
                 let mut length = [0; 4];
                 client.read_exact(&mut length)?;
                 io::copy(

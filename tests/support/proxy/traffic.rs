@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use super::queries::Queries;
 use super::{Action, Inner, Network};
-use crate::frames::{query, read_frame, sqlstate};
+use crate::frames::{query, read_frame, refuse_tls, sqlstate};
 
 /// What is to be done with the answer that is under way.
 enum Answer {
@@ -89,6 +89,7 @@ fn pump_queries(
         let _ = server.shutdown(Shutdown::Both);
         Ok(())
     };
+    refuse_tls(&mut client)?;
     let mut queries = Queries::default();
     loop {
         let (frame, sql) = queries.read(&mut client)?;
