@@ -98,9 +98,10 @@ impl Machine {
             // The mark of the slot and the effect are committed together, or neither is.
             let mut transaction = database.transaction()?;
             run.complete_in(&mut transaction)?;
-            job(number, run.slot(), &mut transaction, table, crashes)?;
+            let slot = run.period_start_ms().unwrap_or_default();
+            job(number, slot, &mut transaction, table, crashes)?;
             transaction.commit()?;
-            Ok::<_, Box<dyn Error + Send + Sync>>(run.slot())
+            Ok::<_, Box<dyn Error + Send + Sync>>(slot)
         })?;
         match answer {
             RunOnce::Done(slot) => self.say(&format!("done {slot}")),
