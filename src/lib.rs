@@ -227,7 +227,8 @@ pub use advisory::{
 
 pub use diagnostics::{get_by_id, get_by_id_raw, get_by_key, get_by_key_raw, owns};
 pub use leases::{
-    BrokenLock, CLEANUP_GUARD_MS, Counts, IdleCounter, JobMark, MarkReset, Operator, SlotKind, Waiter,
+    BrokenLock, CLEANUP_GUARD_MS, Counts, Finding, IdleCounter, JobMark, MarkReset, Operator, Severity,
+    SlotKind, Waiter,
 };
 pub use memory::MemoryBackend;
 pub use telemetry::{

@@ -94,11 +94,12 @@ mod sql;
 mod unlock;
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::cancel::CancelToken;
 use crate::error::Result;
 use crate::pg::Database;
+use crate::pg::same_session::SessionLocksHere;
 
 pub use guard::AdvisoryGuard;
 pub use held_lock::AdvisoryLost;
@@ -148,6 +149,12 @@ impl SessionLocks {
 
     pub(crate) fn terminate(&self, pid: i32, cancel: &CancelToken) -> Result<bool> {
         observe::terminate(&self.0.database, pid, cancel)
+    }
+
+    /// What finds out whether session locks exclude here, and keeps none of them alive.
+    pub(crate) fn self_test(&self) -> impl Fn(Instant) -> SessionLocksHere + Send + Sync + 'static {
+        let database = Arc::clone(&self.0.database);
+        move |end| self_test::look(&database, &sql::Statements::new(), end)
     }
 
     /// Ends every session lock of this client. Whether nothing of them was left in time.

@@ -14,7 +14,7 @@ use crate::advisory::sql::{self, Statements};
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::model::lock_id::LockId;
-use crate::pg::same_session::{Asked, ROUNDS};
+use crate::pg::same_session::{Asked, ROUNDS, SessionLocksHere};
 use crate::pg::{Database, Failure, Session};
 
 /// What the test observed.
@@ -82,10 +82,25 @@ pub(super) fn standby() -> LockError {
     )
 }
 
+const POOLER: &str = "a pooler in transaction or statement mode stands before the server, so a session lock would belong to no session: connect directly, or to a pool in session mode";
+
 fn pooler() -> LockError {
-    LockError::invalid(
-        "a pooler in transaction or statement mode stands before the server, so a session lock would belong to no session: connect directly, or to a pool in session mode",
-    )
+    LockError::invalid(POOLER)
+}
+
+/// Runs the test for somebody who wants to know, and takes no lock.
+pub(super) fn look(database: &Database, statements: &Statements, end: Instant) -> SessionLocksHere {
+    let never = CancelToken::never();
+    let tested = database.run(end, &never, |session| run(database, statements, session, end));
+    let Err(failure) = tested else { return SessionLocksHere::Exclude };
+    let error = LockError::from(failure);
+    if error.to_string() == POOLER {
+        SessionLocksHere::Pooled
+    } else if error.code() == ErrorCode::InvalidArgument {
+        SessionLocksHere::DoNot(error)
+    } else {
+        SessionLocksHere::Unknown(error)
+    }
 }
 
 /// Whether each session has a server process of its own, as far as can be told by asking. See [`ROUNDS`].

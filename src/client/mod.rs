@@ -383,7 +383,7 @@ impl PgLockClient {
     /// ```
     #[must_use]
     pub fn operator(&self) -> Operator {
-        Operator::new(Arc::clone(&self.leases))
+        Operator::new(Arc::clone(&self.leases), Arc::new(self.sessions.self_test()))
     }
 
     /// What became of this client's events: how many the callback has had, how many were dropped, and

@@ -12,15 +12,20 @@
 //! | `once`, `once_sql` | runs, once per slot, and their statements |
 //! | `refusals` | what a statement says by failing |
 //! | `operator`, `cleanup` | what operators see; deleting rows that are long over |
+//! | `check`, `check_server`, `check_tables`, `finding` | a look at what makes locks unsafe or slow here |
 //! | `breaking`, `marks` | taking a lease away by hand; the marks of jobs |
 //! | `notify`, `listener`, `wake_ups` | how a release reaches waiters in other processes |
 
 mod acquire;
 mod backend;
 mod breaking;
+mod check;
+mod check_server;
+mod check_tables;
 mod cleanup;
 mod collation;
 mod extend;
+mod finding;
 mod fragments;
 mod held;
 mod listener;
@@ -46,6 +51,7 @@ mod wake_ups;
 pub(crate) use backend::{PostgresBackend, Settings};
 pub use breaking::BrokenLock;
 pub use cleanup::CLEANUP_GUARD_MS;
+pub use finding::{Finding, Severity};
 pub use marks::{JobMark, MarkReset, SlotKind};
 pub use operator::{Counts, IdleCounter, Operator, Waiter};
 pub(crate) use port::{completion_error, fence_error};

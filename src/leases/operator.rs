@@ -19,6 +19,7 @@ use crate::model::hash::hash_key;
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::pg::Failure;
 use crate::pg::answers::{Row, int, malformed, required, text};
+use crate::pg::same_session::SessionLocksHere;
 use crate::pg::session::Session;
 use crate::pg::statement::{Arg, Message, Statement};
 
@@ -34,7 +35,11 @@ use crate::pg::statement::{Arg, Message, Statement};
 #[derive(Clone)]
 pub struct Operator {
     pub(super) backend: Arc<PostgresBackend>,
+    session_locks: SelfTest,
 }
+
+/// What finds out, until then, whether session locks exclude here.
+pub(crate) type SelfTest = Arc<dyn Fn(Instant) -> SessionLocksHere + Send + Sync>;
 
 /// How many rows there are. From [`Operator::counts`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -90,8 +95,12 @@ impl fmt::Debug for Operator {
 }
 
 impl Operator {
-    pub(crate) fn new(backend: Arc<PostgresBackend>) -> Self {
-        Self { backend }
+    pub(crate) fn new(backend: Arc<PostgresBackend>, session_locks: SelfTest) -> Self {
+        Self { backend, session_locks }
+    }
+
+    pub(super) fn session_locks_here(&self, end: Instant) -> SessionLocksHere {
+        (self.session_locks)(end)
     }
 
     /// The live leases, those that end last first, at most `limit` of them. A permit stands under its

@@ -48,12 +48,21 @@ pub(super) fn survey(
 
 /// The same on this connection.
 pub(super) fn survey_on(session: &mut Session<'_>, names: &TableNames) -> Result<Survey, Failure> {
+    let survey = look_on(session, names)?;
+    if let (true, Some(tables)) = (survey.sorted_by_collation, names.resolved(&survey, false)) {
+        collation::check(session, &[&tables.locks, &tables.fences])?;
+    }
+    Ok(survey)
+}
+
+/// The same without a judgement of their collations.
+pub(super) fn look_on(session: &mut Session<'_>, names: &TableNames) -> Result<Survey, Failure> {
     // Under the caller's search_path: it decides where unqualified tables are.
     let answers = session.ask(&Message::new().raw(session.limits()).raw(names.survey()?))?;
     let row = required(answers.row(0)?)?;
     let owned = |column| -> Result<Option<String>> { Ok(text(row, column)?.map(str::to_owned)) };
     let flag = |column| -> Result<bool> { Ok(text(row, column)? == Some("t")) };
-    let survey = Survey {
+    Ok(Survey {
         locks_in: owned(0)?,
         unlogged: text(row, 1)? == Some("u") || text(row, 3)? == Some("u"),
         temporary: text(row, 1)? == Some("t") || text(row, 3)? == Some("t"),
@@ -65,11 +74,7 @@ pub(super) fn survey_on(session: &mut Session<'_>, names: &TableNames) -> Result
         may_notify: flag(8)?,
         sorted_by_collation: flag(9)?,
         own_path: flag(10)?,
-    };
-    if let (true, Some(tables)) = (survey.sorted_by_collation, names.resolved(&survey, false)) {
-        collation::check(session, &[&tables.locks, &tables.fences])?;
-    }
-    Ok(survey)
+    })
 }
 
 /// Creates what is missing of the tables and their indexes, as the survey has it.

@@ -5,6 +5,18 @@
 //! who answers: in pairs, which no turn of two or more gives to one process, and often, since chance
 //! tires.
 
+use crate::error::LockError;
+
+/// Whether session locks exclude on this server, by a test.
+pub(crate) enum SessionLocksHere {
+    Exclude,
+    /// Sessions share server processes: a pooler lends them.
+    Pooled,
+    DoNot(LockError),
+    /// It could not be tested.
+    Unknown(LockError),
+}
+
 /// Who is asked for its server process, one after the other.
 pub(crate) const ROUNDS: [Asked; 12] = {
     use Asked::{First as A, Second as B};

@@ -176,6 +176,13 @@ impl Source {
         }
     }
 
+    /// The most connections that there may be: of the pool, one for renewals where that has one of its own, and one
+    /// that listens where the pool is ours.
+    pub(crate) fn connections_wanted(&self) -> u32 {
+        let renewals = matches!(self.renewals, Renewals::Own(_));
+        self.operations.max_size().saturating_add(u32::from(renewals)).saturating_add(u32::from(self.is_own))
+    }
+
     /// How to open connections like those of our own pool.
     pub(crate) fn own_connector(&self) -> Option<&Connector> {
         self.connector.as_ref().filter(|_| self.is_own)

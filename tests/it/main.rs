@@ -55,6 +55,7 @@ mod advisory_storm;
 mod advisory_waiting;
 mod altered_tables;
 mod cancellation;
+mod check;
 mod collations;
 mod compat_typescript;
 mod concurrency;

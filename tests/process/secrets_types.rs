@@ -38,6 +38,7 @@ const HARMLESS: &[&str] = &[
     "Reason",
     "ReleaseSource",
     "Result",
+    "Severity",
     "SlotKind",
     "TimeAuthority",
     "LockBackend",
@@ -145,6 +146,10 @@ fn no_public_type_shows_a_key_a_lock_id_or_a_password() {
         &LockBackend::extend(&client, &grant.lock_id, TTL, &CancelToken::never()).unwrap(),
     );
     shown.debug("Waiter", &client.operator().waiters(KEY).unwrap());
+    let findings = client.operator().check().unwrap();
+    assert!(!findings.is_empty());
+    shown.debug("Finding", &findings);
+    findings.iter().for_each(|finding| shown.display("Finding", finding));
     shown.debug("IdleCounter", &client.operator().idle_counters(TTL, 10).map_err(|error| error.to_string()));
     shown.debug("BrokenLock", &client.operator().break_lock(KEY, "a test").unwrap());
     shown.debug(

@@ -240,8 +240,9 @@ mod values_as_text {
     use serde_json::{Value, json};
     use syncguard::{
         AdvisoryKey, AdvisoryLost, Backoff, CancelToken, CloseReport, Counts, ErrorCode, ExtendResult, Fence,
-        Heartbeat, Jitter, LockBackend, LockEvent, Lookup, LostReason, MemoryBackend, Operation, Reason,
-        ReleaseResult, ReleaseSource, TelemetryOptions, with_telemetry,
+        Finding, Heartbeat, Jitter, LockBackend, LockEvent, Lookup, LostReason, MarkReset, MemoryBackend,
+        Operation, Reason, ReleaseResult, ReleaseSource, Severity, SlotKind, TelemetryOptions,
+        with_telemetry,
     };
 
     /// One value, there and back again.
@@ -272,6 +273,17 @@ mod values_as_text {
         is(&Heartbeat::Every(Duration::from_secs(3)), json!({"every": {"secs": 3, "nanos": 0}}));
         let report = serde_json::to_value(CloseReport::default()).unwrap();
         assert_eq!(report["pending"], json!(0));
+        is(
+            &(SlotKind::Every, MarkReset::Reset(7), Severity::Unsafe),
+            json!(["every", {"reset": 7}, "unsafe"]),
+        );
+        let finding = json!({"severity": "slow", "code": "pooler", "seen": "s", "meaning": "m", "mend": "c"});
+        let line = serde_json::from_value::<Finding>(finding.clone()).unwrap();
+        assert_eq!(
+            (line.to_string().as_str(), line.code.as_ref()),
+            ("slow pooler: s; m; mend with: c", "pooler")
+        );
+        assert_eq!(serde_json::to_value(line).unwrap(), finding);
         let counts = json!({"live": 1, "expired": 2, "counters": 3});
         assert_eq!(serde_json::from_value::<Counts>(counts).unwrap().expired, 2);
     }
