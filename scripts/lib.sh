@@ -118,10 +118,13 @@ ensure_postgres() {
     find_postgres >/dev/null || die "PostgreSQL was installed and its server is not found"
 }
 
-# What single tests need: headers for TLS, a real pooler, a client that fetches other servers.
+# What single tests need: headers for TLS and libpq, a compiler for C++, Python, a real pooler, a client that fetches other servers.
 ensure_test_tools() {
     local missing=()
     have pkg-config || missing+=(pkg-config)
+    have c++ || missing+=(g++)
+    have python3 || missing+=(python3)
+    pkg-config --exists libpq 2>/dev/null || have brew || missing+=(libpq-dev)
     [ -e /usr/include/openssl/ssl.h ] || have brew || missing+=(libssl-dev)
     have pgbouncer || [ -x /usr/sbin/pgbouncer ] || missing+=(pgbouncer)
     if [ ${#missing[@]} -gt 0 ] && have apt-get; then apt_install "${missing[@]}"; fi

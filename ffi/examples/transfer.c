@@ -4,11 +4,9 @@
  *
  *     transfer URL SCHEMA FILE ROUNDS        (the file holds two numbers, such as "100 0")
  *
- * To build it, from the top of the repository:
+ * To build it, after scripts/install-c:
  *
- *     cargo build --release -p syncguard-ffi
- *     cc -Wall -Wextra -Werror -Iffi/include ffi/examples/transfer.c -o transfer \
- *        -Ltarget/release -lsyncguard_ffi -Wl,-rpath,"$PWD/target/release"
+ *     cc transfer.c -o transfer $(pkg-config --cflags --libs syncguard)
  */
 #include <stdio.h>
 #include <stdlib.h>

@@ -51,6 +51,32 @@ impl LockGuard {
         self.check_process()?;
         assert_fence(&**self.backend(), transaction, self.key(), self.fence(), Some(self.lock_id()))
     }
+
+    /// The statement that [`fence_transaction`](Self::fence_transaction) runs, as text, for a transaction of
+    /// another driver: run it **first** in the outermost transaction that writes the protected data. If it
+    /// fails, roll back; if it was ignored, the server turns the `COMMIT` into a rollback.
+    ///
+    /// The text is complete and has no parameters. **Sensitive**: it contains the key and the lock id.
+    ///
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// # use syncguard::postgres::{Client, NoTls};
+    /// # let mut connection = Client::connect("postgresql://app@db.example/app", NoTls).unwrap();
+    /// let guard = client.lock("account:7")?;
+    /// connection.batch_execute("BEGIN").unwrap();
+    /// connection.batch_execute(&guard.fence_sql()?).unwrap(); // 22P02: the lease is over, roll back
+    /// connection.batch_execute("UPDATE account SET balance = balance - 5 WHERE id = 7; COMMIT").unwrap();
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// `InvalidArgument` in a child that was forked after the grant, and on a backend outside PostgreSQL.
+    /// Whether the lease is live is asked where the text runs, not here.
+    pub fn fence_sql(&self) -> Result<String> {
+        self.check_process()?;
+        self.backend().fence_statement(self.key(), self.fence(), Some(self.lock_id()))
+    }
 }
 
 impl Term {
@@ -87,6 +113,22 @@ impl Term {
     pub fn fence_transaction(&self, transaction: &mut postgres::Transaction<'_>) -> Result<()> {
         self.guard().fence_transaction(transaction)
     }
+
+    /// The statement that [`fence_transaction`](Self::fence_transaction) runs, as text, for a transaction of
+    /// another driver: see [`LockGuard::fence_sql`]. **Sensitive**: it contains the key and the lock id.
+    ///
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// # fn in_a_transaction(check: &str) {}
+    /// use std::ops::ControlFlow::Break;
+    /// use syncguard::LockOptions;
+    ///
+    /// client.elect("scheduler", &LockOptions::new(), |term| Break(term.fence_sql().map(|sql| in_a_transaction(&sql))))??;
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    pub fn fence_sql(&self) -> Result<String> {
+        self.guard().fence_sql()
+    }
 }
 
 impl MultiGuard {
@@ -122,8 +164,26 @@ impl MultiGuard {
     ///
     /// No token ends it.
     pub fn fence_transaction(&self, transaction: &mut postgres::Transaction<'_>) -> Result<()> {
+        run_check(transaction, &self.fence_sql()?)
+    }
+
+    /// The statement that [`fence_transaction`](Self::fence_transaction) runs, as text, for a transaction of
+    /// another driver: see [`LockGuard::fence_sql`]. **Sensitive**: it contains the keys and the lock ids.
+    ///
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// # fn in_a_transaction(check: &str) {}
+    /// let guard = client.lock_all(&["account:7", "account:9"])?;
+    /// in_a_transaction(&guard.fence_sql()?);
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// Those of [`LockGuard::fence_sql`].
+    pub fn fence_sql(&self) -> Result<String> {
         self.check_process()?;
-        run_check(transaction, &self.backend().fence_statement_all(&self.grants())?)
+        self.backend().fence_statement_all(&self.grants())
     }
 }
 

@@ -87,4 +87,36 @@ impl Run {
             Err(error) => Err(completion_error(error).with_key(self.key())),
         }
     }
+
+    /// The statements that [`complete_in`](Self::complete_in) runs, as text, for a transaction of another driver:
+    /// run them **first** in the outermost transaction, and commit that before the closure returns. If they fail,
+    /// roll back.
+    ///
+    /// From this call on the end of the run only looks whether the mark is there, as with `complete_in`. The text
+    /// is complete and has no parameters. **Sensitive**: it contains the name of the job and the lock id.
+    ///
+    /// ```no_run
+    /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
+    /// # use syncguard::postgres::{Client, NoTls};
+    /// # let mut connection = Client::connect("postgresql://app@db.example/app", NoTls).unwrap();
+    /// # use std::time::Duration;
+    /// use syncguard::{LockOptions, Slot};
+    ///
+    /// let daily = Slot::every(Duration::from_secs(86_400));
+    /// let _ = client.run_once("interest", daily, &LockOptions::new(), |run| {
+    ///     connection.batch_execute("BEGIN")?;
+    ///     connection.batch_execute(&run.completion_sql()?)?;
+    ///     connection.batch_execute("UPDATE account SET balance = balance * 1.0001; COMMIT")?;
+    ///     Ok::<_, Box<dyn std::error::Error>>(())
+    /// })?;
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// `InvalidArgument` where the slot was claimed at the start, in a forked child, or where the leases are not in
+    /// a database. Whether the run may be completed is asked where the text runs, not here.
+    pub fn completion_sql(&self) -> Result<String> {
+        self.begin_completion()
+    }
 }

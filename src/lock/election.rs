@@ -32,7 +32,12 @@ use crate::waiting::{Delays, LOOK};
 ///
 /// # Blocking
 ///
-/// [`fence_transaction`](Self::fence_transaction) waits as its transaction may. Nothing else does I/O.
+/// [`fence_transaction`](Self::fence_transaction) waits as its transaction may,
+/// [`fence_sql`](Self::fence_sql) at most `operation_timeout`. Nothing else does I/O.
+///
+/// # Cancellation
+///
+/// No token ends them.
 pub struct Term {
     guard: LockGuard,
 }

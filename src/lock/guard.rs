@@ -34,8 +34,8 @@ use crate::threads::{ignore_panic, in_runtime};
 ///
 /// # Blocking
 ///
-/// [`extend`](Self::extend) and [`release`](Self::release) at most `operation_timeout`, `Drop` at most
-/// `dispose_timeout`; nothing else does I/O. [`fence_transaction`](Self::fence_transaction) is the caller's own
+/// [`extend`](Self::extend), [`release`](Self::release) and [`fence_sql`](Self::fence_sql) at most
+/// `operation_timeout`, `Drop` at most `dispose_timeout`; nothing else does I/O. [`fence_transaction`](Self::fence_transaction) is the caller's own
 /// statement: it waits as that transaction may.
 ///
 /// # Cancellation

@@ -32,8 +32,8 @@ use crate::threads::{ignore_panic, in_runtime};
 ///
 /// # Blocking
 ///
-/// [`extend`](Self::extend) and [`release`](Self::release) at most `operation_timeout`, `Drop` at most
-/// `dispose_timeout`; where a `min_hold` has not passed, each key is asked for by itself, within as much time.
+/// [`extend`](Self::extend), [`release`](Self::release) and [`fence_sql`](Self::fence_sql) at most
+/// `operation_timeout`, `Drop` at most `dispose_timeout`; where a `min_hold` has not passed, each key is asked for by itself, within as much time.
 /// Nothing else does I/O. [`fence_transaction`](Self::fence_transaction) is the caller's own statement.
 ///
 /// # Cancellation

@@ -44,7 +44,12 @@ pub enum RunOnce<T, E> {
 ///
 /// # Blocking
 ///
-/// Only [`complete_in`](Self::complete_in) does I/O: as long as the transaction's own statements may.
+/// [`complete_in`](Self::complete_in) takes as long as the transaction's own statements may,
+/// [`completion_sql`](Self::completion_sql) at most `operation_timeout`. Nothing else does I/O.
+///
+/// # Cancellation
+///
+/// No token ends them.
 pub struct Run {
     guard: LockGuard,
     slot: Slot,

@@ -10,11 +10,12 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use crate::support::c::compile;
 use crate::support::{LIMIT, TestSchema, together, wait_until};
 
 type Done = Result<(), Box<dyn std::error::Error>>;
 
-/// Builds the examples and the C interface as this test was built, and says where they are. After a
+/// Builds the examples as this test was built, and says where they are. After a
 /// plain `cargo test` most of it is there; after `cargo test --test examples` it may be old or missing.
 fn built() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
@@ -27,7 +28,7 @@ fn built() -> &'static Path {
         };
         let target = profile_dir.parent().expect("a profile is in a target directory");
         let status = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
-            .args(["build", "--quiet", "-p", "syncguard", "-p", "syncguard-ffi", "--lib", "--examples"])
+            .args(["build", "--quiet", "-p", "syncguard", "--lib", "--examples"])
             .args(["--profile", profile, "--target-dir"])
             .arg(target)
             .current_dir(env!("CARGO_MANIFEST_DIR"))
@@ -310,7 +311,7 @@ fn rows(schema: &TestSchema) -> i64 {
 #[test]
 fn two_c_programs_lose_no_transfer() -> Done {
     let (schema, dir) = (crate::support::schema(), Dir::new());
-    let program = compile(&dir, built());
+    let program = compile("cc", "examples/transfer.c", &dir.0, &["-std=c99", "-pedantic"]);
     let accounts = dir.0.join("accounts");
     fs::write(&accounts, "100 0\n")?;
     let statuses = together(2, |_| {
@@ -326,26 +327,6 @@ fn two_c_programs_lose_no_transfer() -> Done {
     assert_eq!(output.status.code(), Some(1));
     assert!(text(&output.stderr).starts_with("connect: InvalidArgument: "), "{}", text(&output.stderr));
     Ok(())
-}
-
-fn compile(dir: &Dir, libraries: &Path) -> PathBuf {
-    let top = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let program = dir.0.join("transfer");
-    let mut rpath = std::ffi::OsString::from("-Wl,-rpath,");
-    rpath.push(libraries);
-    let output = Command::new("cc")
-        .args(["-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror", "-I"])
-        .arg(top.join("ffi/include"))
-        .arg(top.join("ffi/examples/transfer.c"))
-        .arg("-o")
-        .arg(&program)
-        .arg("-L")
-        .arg(libraries)
-        .args(["-lsyncguard_ffi".as_ref(), rpath.as_os_str()])
-        .output()
-        .expect("a C compiler is installed (cc)");
-    assert!(output.status.success(), "{}", text(&output.stderr));
-    program
 }
 
 #[test]

@@ -1,11 +1,12 @@
 //! Fence counters: one per key, never lower, never beyond the limit, whatever fails.
 
+use std::ops::ControlFlow::Break;
 use std::thread;
 
 use crate::support::calls::{either_form, granted};
 use crate::support::leases::{self, client, counter, row, set_counter};
 use crate::support::{Config, Server, Stop, TTL, logs, wait_until_app_waits};
-use syncguard::{AcquireResult, ErrorCode, FENCE_MAX, FENCE_WARN, PgLockClient, ReleaseResult};
+use syncguard::{AcquireResult, ErrorCode, FENCE_MAX, FENCE_WARN, LockOptions, PgLockClient, ReleaseResult};
 
 #[test]
 fn counters_count_their_own_key_and_are_named_after_it() {
@@ -182,4 +183,33 @@ fn fences_go_on_after_the_server_stopped_at_once_although_commits_need_not_be_du
     let next = granted(&client(&schema), "k");
     assert!(next.fence > held.fence, "{:?} after {:?}", next.fence, held.fence);
     assert_eq!(next.fence.get(), last + 2);
+}
+
+#[test]
+fn the_check_as_text_refuses_in_a_transaction_of_another_driver_what_the_check_refuses() {
+    let schema = crate::support::schema();
+    let client = client(&schema);
+    let mut other = schema.client();
+    let one = client.lock("one").unwrap();
+    let several = client.lock_all(&["it's two", "three\\"]).unwrap();
+    let permit = client.semaphore("four", 2).unwrap().acquire().unwrap();
+    let term = client.elect("five", &LockOptions::new(), |term| {
+        let check = term.fence_sql().unwrap();
+        other.batch_execute(&format!("BEGIN; {check}; COMMIT")).unwrap();
+        Break(check)
+    });
+    let checks = [one.fence_sql(), several.fence_sql(), permit.fence_sql(), term].map(Result::unwrap);
+    let mut passes = |check: &str| {
+        other.batch_execute("BEGIN").unwrap();
+        let checked = other.batch_execute(check);
+        let state = checked.err().map(|error| error.code().unwrap().code().to_owned());
+        other.batch_execute("ROLLBACK").unwrap();
+        state
+    };
+    let over = Some("22P02".to_owned());
+    assert_eq!(checks.each_ref().map(|check| passes(check)), [None, None, None, over.clone()]);
+    one.release().unwrap();
+    several.release().unwrap();
+    permit.release().unwrap();
+    assert!(checks.iter().all(|check| passes(check) == over));
 }

@@ -11,6 +11,7 @@
 //! | `advisory_storm` | Session locks under everything at once: short deadlines, releases, drops of every kind, terminated |
 //! | `advisory_waiting` | Session locks under contention: turns, waits and how they end, and what many of them leave behind. |
 //! | `altered_tables` | Tables and databases that somebody has changed: each error names what is in the way, and what to do. |
+//! | `c_interface` | The C interface as programs in C use it, with AddressSanitizer: locks, callbacks, forks, endings. |
 //! | `cancellation` | A token ends every wait and nothing else: not a commit that is under way, not a release. |
 //! | `collations` | A collation that changes under the indexes: tables of ours do not depend on it, and others are |
 //! | `compat_typescript` | Beside the TypeScript SyncGuard, which shares the tables: its rows are ours and ours are its, and |
@@ -35,6 +36,7 @@
 //! | `permits` | Semaphores: at most so many holders at a time, whatever happens to them, and each of them with a |
 //! | `pools` | Connections: our own pool, a caller's, and servers that refuse, restart or say nothing. |
 //! | `protocol_races` | Races between two sessions, in every order that matters, with pauses that a test decides. |
+//! | `python` | The binding for Python, with its own tests: signals at any moment, threads, forks, the end of a program. |
 //! | `schema_setup` | How the two tables come to be: by the library, by a migration, by twenty processes at once. |
 //! | `security` | Names, rows, paths and configuration that somebody chose who means no good: they are refused, or |
 //! | `sequences` | Random histories of a few clients on a few keys, played on PostgreSQL and on the backend in memory, |
@@ -54,6 +56,7 @@ mod advisory_standby;
 mod advisory_storm;
 mod advisory_waiting;
 mod altered_tables;
+mod c_interface;
 mod cancellation;
 mod check;
 mod collations;
@@ -79,6 +82,7 @@ mod operators;
 mod permits;
 mod pools;
 mod protocol_races;
+mod python;
 mod schema_setup;
 mod security;
 mod sequences;

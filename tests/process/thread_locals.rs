@@ -2,11 +2,11 @@
 //! driver must not be used; and what the destructors of a process that ends let go.
 
 use std::cell::RefCell;
-use std::path::Path;
 use std::process::Command;
 use std::thread;
 use std::{env, fs};
 
+use crate::support::c::compile;
 use crate::support::leases::{client, row, sessions, wait_until_released};
 use crate::support::session_locks::{holders, key};
 use crate::support::{LIMIT, wait_until};
@@ -80,36 +80,6 @@ fn a_client_in_a_thread_local_closes_its_connections_at_the_end_of_its_thread() 
     }
 }
 
-/// Compiles a program of `ffi/tests` against the C interface as this test was built.
-fn compile(compiler: &str, source: &str, dir: &Path) -> std::path::PathBuf {
-    let test = env::current_exe().unwrap();
-    let libraries = test.parent().and_then(Path::parent).unwrap();
-    let profile = if libraries.ends_with("debug") { "dev" } else { "release" };
-    let cargo = env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let built = Command::new(cargo)
-        .args(["build", "--quiet", "-p", "syncguard-ffi", "--lib", "--profile", profile, "--target-dir"])
-        .arg(libraries.parent().unwrap())
-        .current_dir(env!("CARGO_MANIFEST_DIR"))
-        .status();
-    assert!(built.is_ok_and(|status| status.success()), "the C interface builds");
-    let program = dir.join(source.replace('.', "-"));
-    let top = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let output = Command::new(compiler)
-        .args(["-Wall", "-Wextra", "-Werror", "-pthread", "-I"])
-        .arg(top.join("ffi/include"))
-        .arg(top.join("ffi/tests").join(source))
-        .arg("-o")
-        .arg(&program)
-        .arg("-L")
-        .arg(libraries)
-        .arg(format!("-Wl,-rpath,{}", libraries.display()))
-        .arg("-lsyncguard_ffi")
-        .output()
-        .expect("a compiler for C and C++ is installed");
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    program
-}
-
 #[test]
 fn c_handles_that_destructors_free_release_their_locks() {
     let _alone = crate::support::alone();
@@ -117,7 +87,8 @@ fn c_handles_that_destructors_free_release_their_locks() {
     fs::create_dir_all(&dir).unwrap();
     let schema = crate::support::schema();
     drop(client(&schema));
-    let (c, cpp) = (compile("cc", "endings.c", &dir), compile("c++", "statics.cpp", &dir));
+    let (c, cpp) =
+        (compile("cc", "tests/endings.c", &dir, &[]), compile("c++", "tests/statics.cpp", &dir, &[]));
     for (program, how) in
         [(&c, "atexit"), (&c, "atexit-release"), (&c, "key"), (&cpp, "static"), (&c, "never")]
     {

@@ -24,6 +24,7 @@ pub mod account;
 mod alone;
 pub mod binaries;
 pub mod bouncer;
+pub mod c;
 pub mod calls;
 pub mod clock;
 pub mod cluster;

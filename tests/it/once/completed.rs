@@ -58,6 +58,29 @@ fn effects_and_mark_are_one_transaction() {
 }
 
 #[test]
+fn the_statements_as_text_do_the_same_in_a_transaction_of_another_driver() {
+    let (place, mut connection) = with_effects();
+    let name = place.key("job");
+    for (slot, commit) in [(7, true), (8, false)] {
+        let ran = place.client.run_once(&name, Slot::number(slot), &LockOptions::new(), |run| {
+            connection.batch_execute("BEGIN")?;
+            connection.batch_execute(&run.completion_sql().unwrap())?;
+            connection.batch_execute("INSERT INTO effects VALUES (7)")?;
+            connection.batch_execute(if commit { "COMMIT" } else { "ROLLBACK" })
+        });
+        assert_eq!(ran.is_ok(), commit, "only what was committed is done");
+    }
+    assert_eq!((effects(&place.stored), mark(&place, &name, "number")), (1, Some(7)));
+    let ran = place.client.run_once(&name, Slot::number(9), &LockOptions::new(), |run| {
+        place.stored.age(&name, 1_500);
+        connection.batch_execute("BEGIN")?;
+        connection.batch_execute(&run.completion_sql().unwrap())
+    });
+    let Ok(RunOnce::Failed(error)) = ran else { panic!("the server refuses a run without its lease") };
+    assert_eq!(error.code().map(postgres::error::SqlState::code), Some("22P02"));
+}
+
+#[test]
 fn a_run_is_completed_by_one_transaction() {
     let (place, mut connection) = with_effects();
     let name = place.key("job");
