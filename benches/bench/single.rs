@@ -22,6 +22,7 @@ pub(crate) fn run(stage: &Stage) {
         tries(stage);
     });
     round_trips(stage);
+    after_a_fenced_transaction(stage);
     allocations(stage);
 }
 
@@ -149,6 +150,27 @@ fn round_trips(stage: &Stage) {
             stage.report.count(&figure, messages, AtMost(goals[what]), "counted on the line");
         }
     }
+}
+
+/// A fenced transaction leaves its trace on the counter; the next acquire is to pay nothing for it.
+fn after_a_fenced_transaction(stage: &Stage) {
+    let line = Line::start(stage.server.port(), Duration::ZERO);
+    let client = PgLockClient::connect(&line.url(&stage.schema.url())).unwrap();
+    let mut direct = stage.schema.client();
+    let mut pay = || {
+        let guard = client.lock("pay").unwrap();
+        let mut transaction = direct.transaction().unwrap();
+        guard.fence_transaction(&mut transaction).unwrap();
+        transaction.commit().unwrap();
+        guard.release().map(drop).unwrap();
+    };
+    (0..3).for_each(|_| pay());
+    let before = line.messages();
+    let grant = client.acquire("pay", TTL).unwrap().acquired().unwrap();
+    let messages = (line.messages() - before) as f64;
+    client.release(&grant.lock_id).unwrap();
+    let figure = "round trips: acquire after a fenced transaction";
+    stage.report.count(figure, messages, AtMost(1.0), "counted on the line");
 }
 
 /// Allocations of the whole process per operation, the driver's among them.

@@ -1,11 +1,12 @@
 //! What several statements are made of: the clock, the liveness rule, how durable a commit is, a row's version.
 
 use crate::model::time::TIME_TOLERANCE_MS;
-use crate::pg::names::{GT, MINUS};
+use crate::pg::names::{GT, LE, MINUS, NE};
 
-/// Server time in Unix milliseconds, rounded down.
-pub(super) const CLOCK: &str = "pg_catalog.floor(EXTRACT(EPOCH FROM pg_catalog.clock_timestamp()) \
-    OPERATOR(pg_catalog.*) 1000)::pg_catalog.int8";
+/// Server time in Unix milliseconds, rounded down. By way of microseconds, which a double is exact for:
+/// EXTRACT would calculate with decimal numbers.
+pub(super) const CLOCK: &str = "((pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) \
+    OPERATOR(pg_catalog.*) 1000000)::pg_catalog.int8 OPERATOR(pg_catalog./) 1000)";
 
 /// Raises `synchronous_commit`, for this transaction alone, where it promises less than a durable
 /// commit; other levels ask for more and stay
@@ -31,3 +32,20 @@ pub(super) const MARKS: &str =
 /// The row's version: the transaction that wrote it. Row locks, freezing and rewriting leave it as it is
 /// (<https://www.postgresql.org/docs/current/ddl-system-columns.html>).
 pub(super) const VERSION: &str = "l.xmin::pg_catalog.text";
+
+/// Whether a counter `x` may be locked by somebody: for not waiting, never for the exclusion, which is the row
+/// lock's (<https://www.postgresql.org/docs/current/ddl-system-columns.html>).
+///
+/// 1. A row that was upserted names its own transaction in `xmax`. Any other there is one that has it locked, or had.
+/// 2. It had, and is over, if it is older than the oldest transaction that runs. A fenced transaction leaves
+///    such a trace with each commit.
+/// 3. Several at once share a number that is counted for itself (`mxid_age` above 0: given away already), and says
+///    nothing about which of them are over.
+pub(super) fn busy() -> String {
+    const XID: &str = "pg_catalog.xid";
+    format!(
+        "x.xmax {NE} '0'::{XID} AND x.xmax {NE} x.xmin AND (pg_catalog.mxid_age(x.xmax) {GT} 0 \
+         OR pg_catalog.age(x.xmax) {LE} \
+           pg_catalog.age(pg_catalog.pg_snapshot_xmin(pg_catalog.pg_current_snapshot())::{XID})) AS busy"
+    )
+}

@@ -2,10 +2,11 @@
 //!
 //! Prepared on a connection with the first permit that it is asked for: who takes no permits pays for none.
 
-use crate::leases::fragments::{CLOCK, DURABLE, VERSION, live};
+use crate::leases::fragments::{CLOCK, DURABLE, VERSION, busy, live};
 use crate::leases::held::release_live;
 use crate::leases::notify::notify_waiters;
 use crate::leases::schema::Tables;
+use crate::leases::sql::upsert;
 use crate::model::fence::FENCE_MAX;
 use crate::pg::names::{CAT, COUNT, EQ, GE, INT, INTS, LT, MINUS, MOD, NE, PLUS, TEXT};
 use crate::pg::statement::Statement;
@@ -35,7 +36,7 @@ impl PermitStatements {
                 format!(
                     "WITH {} SELECT slot.n, NULL::pg_catalog.text FROM slot \
                      UNION ALL SELECT NULL, own.key FROM own",
-                    slot(tables, &Wanted { limit: "$2", lock_id: "$3", start: "$4", left_out: "$5" })
+                    slot(tables, &Wanted { limit: "$2", lock_id: "$3", start: "$4", left_out: "$5" }, "")
                 ),
             ),
             count: Statement::new("permit_count", &[TEXT, INT], count(tables)),
@@ -62,24 +63,25 @@ struct Wanted {
 }
 
 /// `own`: the row that has the id already. Else `slot`: from a start that differs from call to call, the
-/// first number without a live row whose advisory lock is free. That lock is taken, and only that one:
-/// `free` is materialised, so that its rows are asked for one by one and the planner cannot move the
-/// function into it. A row is looked up by a count, which stays a lookup by the index for each number:
-/// as a join it could become one with the whole table.
-fn slot(tables: &Tables, wanted: &Wanted) -> String {
+/// first number without a live row whose advisory lock is free, and `more` of it. That lock is taken, and only that
+/// one: `free` is materialised, so that its rows are asked for one by one and the planner cannot move the
+/// function into it. The numbers stand in a target list, where they are counted one by one, too; in FROM they would
+/// all be made first. A row is looked up by a count, which stays a lookup by the index for each number: as a join it
+/// could become one with the whole table.
+fn slot(tables: &Tables, wanted: &Wanted, more: &str) -> String {
     let (locks, alive) = (&tables.locks, live("l.expires_at_ms", CLOCK));
     let Wanted { limit, lock_id, start, left_out } = wanted;
     format!(
         "own AS MATERIALIZED (SELECT l.key FROM {locks} AS l WHERE l.lock_id {EQ} {lock_id}), \
          free AS MATERIALIZED (\
            SELECT s.n FROM (\
-             SELECT 1::pg_catalog.int8 {PLUS} ((g.i {PLUS} {start}) {MOD} {limit}) AS n \
-             FROM pg_catalog.generate_series(0, {limit} {MINUS} 1) AS g (i)) AS s \
+             SELECT 1::pg_catalog.int8 {PLUS} ((pg_catalog.generate_series(0, {limit} {MINUS} 1) {PLUS} {start}) {MOD} {limit}) \
+             AS n) AS s \
            WHERE s.n {NE} ALL ({left_out}) AND NOT EXISTS (SELECT 1 FROM own) AND (\
              SELECT {COUNT} FROM {locks} AS l WHERE l.key {EQ} ($1 {CAT} s.n::pg_catalog.text) AND {alive}\
            ) {EQ} 0::pg_catalog.int8), \
          slot AS MATERIALIZED (\
-           SELECT free.n FROM free WHERE pg_catalog.pg_try_advisory_xact_lock(\
+           SELECT free.n{more} FROM free WHERE pg_catalog.pg_try_advisory_xact_lock(\
              pg_catalog.hashtext($1 {CAT} free.n::pg_catalog.text)::pg_catalog.int8) LIMIT 1)"
     )
 }
@@ -88,37 +90,32 @@ fn slot(tables: &Tables, wanted: &Wanted) -> String {
 /// the upsert repeats the condition, on the newest version of the row. If the counter was raised and the row is
 /// not ours then, or a trigger has put the counter back, the message fails as a whole (22012).
 fn grant(tables: &Tables) -> String {
-    let (locks, fences) = (&tables.locks, &tables.fences);
-    let (column, value) = tables.key_debug("names.key");
-    // In DO UPDATE the clock of this statement is in EXCLUDED.acquired_at_ms.
-    let alive = live("l.expires_at_ms", "EXCLUDED.acquired_at_ms");
-    let wanted = Wanted { limit: "$3", lock_id: "$4", start: "$6", left_out: "$7" };
+    let (locks, fences, busy) = (&tables.locks, &tables.fences, busy());
+    let (column, value) = tables.key_debug("slot.key");
+    let names =
+        format!(", $1 {CAT} free.n::pg_catalog.text AS key, $2 {CAT} free.n::pg_catalog.text AS fence_key");
+    let slot = slot(tables, &Wanted { limit: "$3", lock_id: "$4", start: "$6", left_out: "$7" }, &names);
     format!(
-        "WITH {}, \
-         names AS MATERIALIZED (\
-           SELECT $1 {CAT} slot.n::pg_catalog.text AS key, $2 {CAT} slot.n::pg_catalog.text AS fence_key FROM slot), \
+        "WITH {slot}, \
          counter AS MATERIALIZED (\
-           SELECT c.fence, c.busy FROM names CROSS JOIN LATERAL (\
-             SELECT x.fence, x.xmax {NE} '0'::pg_catalog.xid AND x.xmax {NE} x.xmin AS busy \
-             FROM {fences} AS x WHERE x.fence_key {EQ} names.fence_key LIMIT 1) AS c), \
+           SELECT c.fence, c.busy FROM slot CROSS JOIN LATERAL (\
+             SELECT x.fence, {busy} FROM {fences} AS x WHERE x.fence_key {EQ} slot.fence_key LIMIT 1) AS c), \
          f AS (\
-           INSERT INTO {fences} AS c (fence_key, fence{column}) SELECT names.fence_key, 1{value} FROM names \
+           INSERT INTO {fences} AS c (fence_key, fence{column}) SELECT slot.fence_key, 1{value} FROM slot \
            WHERE NOT EXISTS (SELECT 1 FROM counter WHERE counter.busy) \
            ON CONFLICT (fence_key) DO UPDATE SET fence = c.fence {PLUS} 1 \
-             WHERE c.fence {GE} 0 AND c.fence {LT} {FENCE_MAX} RETURNING c.fence), \
+             WHERE c.fence {GE} 0 AND c.fence {LT} {FENCE_MAX} RETURNING c.fence, {CLOCK} AS now), \
          u AS (\
            INSERT INTO {locks} AS l (key, lock_id, expires_at_ms, acquired_at_ms, fence, user_key) \
-           SELECT names.key, $4, g.now {PLUS} $5, g.now, pg_catalog.lpad(g.fence::pg_catalog.text, 15, '0'), names.key \
-           FROM names, (SELECT f.fence, {CLOCK} AS now FROM f) AS g \
-           ON CONFLICT (key) DO UPDATE SET lock_id = EXCLUDED.lock_id, expires_at_ms = EXCLUDED.expires_at_ms, \
-             acquired_at_ms = EXCLUDED.acquired_at_ms, fence = EXCLUDED.fence, user_key = EXCLUDED.user_key \
-             WHERE NOT {alive} RETURNING l.expires_at_ms, l.fence, l.lock_id, {VERSION} AS version) \
-         SELECT u.expires_at_ms, u.fence, u.version, (1 OPERATOR(pg_catalog./) (CASE WHEN EXISTS (SELECT 1 FROM f) \
-             AND NOT EXISTS (SELECT 1 FROM u WHERE u.lock_id {EQ} $4) \
-             OR EXISTS (SELECT 1 FROM f, counter WHERE counter.fence {GE} f.fence) THEN 0 ELSE 1 END))::pg_catalog.int8, \
-           {DURABLE}, slot.n, NULL::pg_catalog.text FROM slot LEFT JOIN u ON true \
+           SELECT slot.key, $4, f.now {PLUS} $5, f.now, pg_catalog.lpad(f.fence::pg_catalog.text, 15, '0'), slot.key \
+           FROM slot, f \
+           ON CONFLICT (key) DO {} RETURNING l.expires_at_ms, l.fence, l.lock_id, {VERSION} AS version) \
+         SELECT u.expires_at_ms, u.fence, u.version, (1 OPERATOR(pg_catalog./) (CASE \
+             WHEN f.fence IS NOT NULL AND (u.lock_id IS NULL OR u.lock_id {NE} $4) OR counter.fence {GE} f.fence \
+             THEN 0 ELSE 1 END))::pg_catalog.int8, {DURABLE}, slot.n, NULL::pg_catalog.text \
+           FROM slot LEFT JOIN f ON true LEFT JOIN u ON true LEFT JOIN counter ON true \
          UNION ALL SELECT NULL, NULL, NULL, 1, NULL, NULL, own.key FROM own",
-        slot(tables, &wanted)
+        upsert()
     )
 }
 

@@ -8,7 +8,7 @@
 //! 3. Rows are looked up by `LATERAL` from the list of keys: a join could become one over the whole table.
 
 use crate::error::Result;
-use crate::leases::fragments::{CLOCK, DURABLE, RELAXED, VERSION, live};
+use crate::leases::fragments::{CLOCK, DURABLE, RELAXED, VERSION, busy, live};
 use crate::leases::held::notification;
 use crate::leases::schema::Tables;
 use crate::leases::sql::{STALE, upsert};
@@ -116,7 +116,7 @@ fn insert(tables: &Tables, now: &str, conflict: &str) -> String {
 
 /// The several keys' [`acquire_absent`](crate::leases::sql): every step is that statement's, for all keys.
 fn absent(tables: &Tables) -> String {
-    let (locks, fences, check) = (&tables.locks, &tables.fences, all_or_nothing());
+    let (locks, fences, check, busy) = (&tables.locks, &tables.fences, all_or_nothing(), busy());
     let free = "CROSS JOIN queue WHERE queue.free AND NOT EXISTS (SELECT 1 FROM look) \
         AND NOT EXISTS (SELECT 1 FROM counter WHERE counter.busy)";
     format!(
@@ -129,7 +129,7 @@ fn absent(tables: &Tables) -> String {
              SELECT l.expires_at_ms, l.fence, l.lock_id FROM {locks} AS l WHERE l.key {EQ} want.key LIMIT 1) AS l), \
          counter AS MATERIALIZED (\
            SELECT want.fence_key, x.fence, x.busy FROM want CROSS JOIN LATERAL (\
-             SELECT x.fence, x.xmax {NE} '0'::pg_catalog.xid AND x.xmax {NE} x.xmin AS busy \
+             SELECT x.fence, {busy} \
              FROM {fences} AS x WHERE x.fence_key {EQ} want.fence_key LIMIT 1) AS x), \
          {}, \
          g AS MATERIALIZED (\

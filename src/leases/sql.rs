@@ -22,7 +22,7 @@
 //!    row; the careful release does not, and so decides also where notifying fails.
 
 use crate::error::Result;
-use crate::leases::fragments::{CLOCK, DURABLE, VERSION, live};
+use crate::leases::fragments::{CLOCK, DURABLE, VERSION, busy, live};
 use crate::leases::held::{extend, new_end, notification, release, release_live, renew};
 use crate::leases::schema::Tables;
 use crate::model::fence::{FENCE_MAX, Fence};
@@ -254,15 +254,15 @@ fn view(tables: &Tables) -> String {
 }
 
 /// Raises the counter `$2` where `condition` has a row, and if it may be raised: neither beyond the
-/// limit, nor from a number that nobody can have counted to.
-fn raise(tables: &Tables, condition: &str) -> String {
+/// limit, nor from a number that nobody can have counted to. Answers the new number and, after it, `more`.
+fn raise(tables: &Tables, condition: &str, more: &str) -> String {
     let fences = &tables.fences;
     let (column, value) = tables.key_debug("$3");
     format!(
         "f AS (\
            INSERT INTO {fences} AS c (fence_key, fence{column}) SELECT $2, 1{value} {condition} \
            ON CONFLICT (fence_key) DO UPDATE SET fence = c.fence {PLUS} 1 \
-             WHERE c.fence {GE} 0 AND c.fence {LT} {FENCE_MAX} RETURNING c.fence)"
+             WHERE c.fence {GE} 0 AND c.fence {LT} {FENCE_MAX} RETURNING c.fence{more})"
     )
 }
 
@@ -292,7 +292,7 @@ pub(super) fn upsert() -> String {
 
 /// Raises the counter and writes the row, from the rows of `ok(now)`.
 fn write(tables: &Tables) -> String {
-    format!("{}, {}", raise(tables, "FROM ok"), insert(tables, ("f.fence", "ok.now"), "f, ok", &upsert()))
+    format!("{}, {}", raise(tables, "FROM ok", ""), insert(tables, ("f.fence", "ok.now"), "f, ok", &upsert()))
 }
 
 /// Fails the message if the counter was raised and the row does not carry our lock id, `$4`: it was not
@@ -353,40 +353,33 @@ pub(super) fn acquire_parts(tables: &Tables, condition: &str) -> String {
 /// The grant where no row stands for the key, which is nearly always so, in a fraction of the time
 /// that [`acquire`] takes: one statement, and nothing has to be locked before it is written.
 ///
-/// 1. The queue's advisory lock is taken if it is free: then no other client is between its look and
-///    its write. If it is not, nothing changes, and the careful statement queues.
-/// 2. `look` is empty: no lease of anybody, live or dead. It may be older than the lock by as long as
-///    a statement takes to begin. If somebody has written the row in between, `u` is empty, and the
-///    message fails as a whole: the index decides, not the look.
-/// 3. Nobody else has the counter locked. A row that was upserted still names its own transaction in
-///    `xmax`; any other transaction there may be a fenced one that is under way, or long over
-///    (<https://www.postgresql.org/docs/current/ddl-system-columns.html>). If one comes in between, its
-///    end is waited for, within the limits of every wait.
-/// 4. The clock is read after the counter was taken.
+/// 1. `look` is empty: no lease of anybody, live or dead. The queue's advisory lock is taken if it is free:
+///    then no other client is between its look and its write. If it is not, nothing changes, and the
+///    careful statement queues.
+/// 2. The look may be older than the lock by as long as a statement takes to begin. If somebody has
+///    written the row in between, `u` is empty, and the message fails as a whole: the index decides, not
+///    the look.
+/// 3. Nobody else has the counter locked, by [`busy`]. If one comes in between, its end is waited for, within
+///    the limits of every wait.
+/// 4. The clock is read after the counter was taken, for its answer.
 /// 5. The counter has a greater number than before: a trigger may put the old one back.
+///
+/// The executor sets up every part of a statement with each call: a part more takes it longer than what the
+/// part does. So what is asked once stands in the condition, and not in a part of its own.
 fn acquire_absent(tables: &Tables) -> String {
-    let (locks, fences) = (&tables.locks, &tables.fences);
-    let free = "FROM queue WHERE queue.free AND NOT EXISTS (SELECT 1 FROM look) \
-           AND NOT EXISTS (SELECT 1 FROM counter WHERE counter.busy)";
+    let (locks, fences, busy) = (&tables.locks, &tables.fences, busy());
+    let free = "WHERE NOT EXISTS (SELECT 1 FROM look) AND NOT EXISTS (SELECT 1 FROM counter WHERE counter.busy) \
+         AND pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext($1)::pg_catalog.int8)";
     format!(
-        "WITH queue AS MATERIALIZED (\
-           SELECT pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext($1)::pg_catalog.int8) AS free), \
-         look AS MATERIALIZED (\
+        "WITH look AS MATERIALIZED (\
            SELECT l.expires_at_ms, l.lock_id FROM {locks} AS l WHERE l.key {EQ} $1), \
-         counter AS MATERIALIZED (\
-           SELECT x.fence, x.xmax {NE} '0'::pg_catalog.xid AND x.xmax {NE} x.xmin AS busy \
-           FROM {fences} AS x WHERE x.fence_key {EQ} $2), \
+         counter AS MATERIALIZED (SELECT x.fence, {busy} FROM {fences} AS x WHERE x.fence_key {EQ} $2), \
          {}, {} \
          SELECT u.expires_at_ms, u.fence, u.version, (1 OPERATOR(pg_catalog./) \
-           (CASE WHEN u.fence IS NULL OR EXISTS (SELECT 1 FROM counter WHERE counter.fence {GE} f.fence) \
-             THEN 0 ELSE 1 END))::pg_catalog.int8, {DURABLE} FROM f LEFT JOIN u ON true \
+           (CASE WHEN u.fence IS NULL OR counter.fence {GE} f.fence THEN 0 ELSE 1 END))::pg_catalog.int8, {DURABLE} \
+           FROM f LEFT JOIN u ON true LEFT JOIN counter ON true \
          UNION ALL SELECT look.expires_at_ms, look.lock_id, NULL, {CLOCK}, NULL FROM look",
-        raise(tables, free),
-        insert(
-            tables,
-            ("g.fence", "g.now"),
-            &format!("(SELECT f.fence, {CLOCK} AS now FROM f) AS g"),
-            "NOTHING"
-        )
+        raise(tables, free, &format!(", {CLOCK} AS now")),
+        insert(tables, ("f.fence", "f.now"), "f", "NOTHING")
     )
 }

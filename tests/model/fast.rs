@@ -15,8 +15,8 @@ impl Step<'_> {
         "looks for a row"
     }
 
-    /// The advisory lock if it is free; then what the snapshot showed, and whether anybody else has
-    /// the counter locked.
+    /// What the snapshot showed, and whether anybody else has the counter locked, which is only asked so as
+    /// not to wait; then the advisory lock if it is free.
     pub(crate) fn try_queue(&mut self) -> &'static str {
         let mut tx = self.tx();
         if tx.seen.id != 0 {
@@ -25,6 +25,10 @@ impl Step<'_> {
             self.end(if held { Outcome::Locked } else { Outcome::Nothing });
             return if held { "has seen a live row" } else { "has seen a row that is over, or its own" };
         }
+        if tx.seen_counter && self.counter_is_busy() {
+            self.end(Outcome::Nothing);
+            return "finds the counter locked";
+        }
         let mutation = self.config.mutation;
         if !mutation.no_advisory_lock && !mutation.absent_unqueued {
             if self.state.others(self.at).any(|tx| tx.queue_lock) {
@@ -32,10 +36,6 @@ impl Step<'_> {
                 return "does not get the advisory lock at once";
             }
             tx.queue_lock = true;
-        }
-        if tx.seen_counter && self.counter_is_busy() {
-            self.end(Outcome::Nothing);
-            return "finds the counter locked";
         }
         tx.pc = Pc::RaiseFirst;
         self.put(tx);

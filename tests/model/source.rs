@@ -2,7 +2,7 @@
 //! looked at again.
 
 /// What the model takes for granted, and the text that it rests on.
-const STATEMENTS: [(&str, &str); 26] = [
+const STATEMENTS: [(&str, &str); 27] = [
     ("contenders queue", "pg_catalog.pg_advisory_xact_lock("),
     ("a live row is looked at, and left alone", "WHERE l.key {EQ} $1 AND l.lock_id {NE} $3 AND {alive})"),
     ("a free row is locked by its key", "NOT EXISTS (SELECT 1 FROM look) FOR UPDATE OF l)"),
@@ -30,17 +30,20 @@ const STATEMENTS: [(&str, &str); 26] = [
     ),
     ("a key without a row queues if it can", "pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext($1)"),
     ("it looks for any row", "SELECT l.expires_at_ms, l.lock_id FROM {locks} AS l WHERE l.key {EQ} $1)"),
-    ("nothing happens unless it is first", "FROM queue WHERE queue.free AND NOT EXISTS (SELECT 1 FROM look)"),
+    (
+        "nothing happens unless it is first",
+        "WHERE NOT EXISTS (SELECT 1 FROM look) AND NOT EXISTS (SELECT 1 FROM counter WHERE counter.busy) \\\n         \
+         AND pg_catalog.pg_try_advisory_xact_lock(",
+    ),
     (
         "a counter that is somebody's is left alone",
-        "x.xmax {NE} '0'::pg_catalog.xid AND x.xmax {NE} x.xmin AS busy",
+        "x.xmax {NE} '0'::{XID} AND x.xmax {NE} x.xmin AND (pg_catalog.mxid_age(x.xmax) {GT} 0 \\\n         \
+         OR pg_catalog.age(x.xmax) {LE}",
     ),
-    (
-        "its clock comes after the counter",
-        "(\"g.fence\", \"g.now\"),\n            &format!(\"(SELECT f.fence, {CLOCK} AS now FROM f) AS g\")",
-    ),
-    ("the index decides, not the look", "AS now FROM f) AS g\"),\n            \"NOTHING\""),
-    ("it is all or nothing, too", "(CASE WHEN u.fence IS NULL OR EXISTS"),
+    ("its clock comes after the counter", "raise(tables, free, &format!(\", {CLOCK} AS now\"))"),
+    ("it is the answer of the counter's statement", "RETURNING c.fence{more})"),
+    ("the index decides, not the look", "insert(tables, (\"f.fence\", \"f.now\"), \"f\", \"NOTHING\")"),
+    ("it is all or nothing, too", "(CASE WHEN u.fence IS NULL OR counter.fence {GE} f.fence THEN 0"),
     (
         "a live lease is judged when it is found",
         "DELETE FROM {locks} AS l WHERE l.lock_id {EQ} $1 AND {alive} ",
@@ -49,7 +52,10 @@ const STATEMENTS: [(&str, &str); 26] = [
         "and once more after the wait",
         "RETURNING 1 OPERATOR(pg_catalog./) (CASE WHEN {alive} THEN 1 ELSE 0 END), {RELAXED}",
     ),
-    ("the grant is durable", "THEN 0 ELSE 1 END))::pg_catalog.int8, {DURABLE} FROM f"),
+    (
+        "the grant is durable",
+        "THEN 0 ELSE 1 END))::pg_catalog.int8, {DURABLE} \\\n           FROM f LEFT JOIN u",
+    ),
     (
         "only who names the version may shorten",
         "CASE WHEN {version} {EQ} {replaced} THEN {asked} ELSE GREATEST({end}, {asked}) END",

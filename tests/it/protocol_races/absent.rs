@@ -124,7 +124,15 @@ fn raised_in_vain(place: &Place, key: &str) {
     assert!(xmax != 0 && xmax != xmin);
 }
 
-/// So does a lock of two transactions that are over.
+/// So does a lock of a transaction that is over.
+fn shared(place: &Place, key: &str) {
+    counted(place, key);
+    transaction(place, &SHARE.replace('$', key)).batch_execute("COMMIT").unwrap();
+    let (xmin, xmax) = xids(place, key);
+    assert!(xmax != 0 && xmax != xmin);
+}
+
+/// And one of two, with a number that says nothing about them.
 fn shared_once(place: &Place, key: &str) {
     counted(place, key);
     let mut both = [0, 1].map(|_| transaction(place, &SHARE.replace('$', key)));
@@ -177,9 +185,11 @@ const SCENES: &[Scene] = &[
     Scene { what: "a counter that is raised", before: counted, strangers: &[RAISE], end: "COMMIT", waits: false, first: None, then: Some(13), fast: false },
     Scene { what: "a counter that is raised in vain", before: counted, strangers: &[RAISE], end: "ROLLBACK", waits: false, first: None, then: Some(8), fast: false },
     Scene { what: "a counter that is upserted", before: counted, strangers: &[COUNT], end: "COMMIT", waits: false, first: None, then: Some(13), fast: false },
-    Scene { what: "a counter that was raised in vain", before: raised_in_vain, strangers: &[], end: "", waits: false, first: Some(8), then: Some(9), fast: false },
+    Scene { what: "a counter that was raised in vain", before: raised_in_vain, strangers: &[], end: "", waits: false, first: Some(8), then: Some(9), fast: true },
     Scene { what: "a counter that was raised in a savepoint", before: counted_in_a_savepoint, strangers: &[], end: "", waits: false, first: Some(13), then: Some(14), fast: false },
     Scene { what: "a fenced transaction", before: counted, strangers: &[SHARE], end: "COMMIT", waits: false, first: None, then: Some(8), fast: false },
+    Scene { what: "a fenced transaction that is over", before: shared, strangers: &[], end: "", waits: false, first: Some(8), then: Some(9), fast: true },
+    Scene { what: "a second fenced transaction", before: shared, strangers: &[SHARE], end: "COMMIT", waits: false, first: None, then: Some(8), fast: false },
     Scene { what: "two fenced transactions", before: counted, strangers: &[SHARE, SHARE], end: "COMMIT", waits: false, first: None, then: Some(8), fast: false },
     Scene { what: "two fenced transactions that are over", before: shared_once, strangers: &[], end: "", waits: false, first: Some(8), then: Some(9), fast: false },
     Scene { what: "two locks that let the counter be raised", before: counted, strangers: &[KEY_SHARE, KEY_SHARE], end: "COMMIT", waits: false, first: Some(8), then: Some(9), fast: false },
@@ -372,6 +382,29 @@ fn what_happens_between_the_snapshot_of_an_acquire_in_one_statement_and_its_writ
                 }
             }
         }
+    }
+}
+
+#[test]
+fn a_trace_of_a_fenced_transaction_counts_as_a_lock_only_while_something_older_runs() {
+    let server = Server::start(&Config::new());
+    let place = Place::new(server.schema());
+    let key = place.key("traced");
+    let rivals = [Form::Executed, Form::Bound].map(|form| Rival::new(&server, &place, form));
+    for rival in &rivals {
+        let older = transaction(&place, "SELECT pg_current_xact_id()");
+        shared(&place, &key);
+        for (older, fence, fast) in [(Some(older), 8, false), (None, 9, true)] {
+            rival.path();
+            let call = rival.start(&key);
+            assert!(!call.settle(&place.stored), "neither waits");
+            assert_eq!(call.join(), Some(fence));
+            assert_eq!(rival.was_fast(), fast, "{:?}, fence {fence}", rival.form);
+            drop(older);
+            place.stored.remove(&key);
+            transaction(&place, &SHARE.replace('$', &key)).batch_execute("COMMIT").unwrap();
+        }
+        place.stored.run("DELETE FROM syncguard_fence_counters");
     }
 }
 
