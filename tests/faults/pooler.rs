@@ -1,9 +1,11 @@
 //! Through PgBouncer in transaction mode: each transaction may run on another server connection.
 
+use std::ops::ControlFlow::Break;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use syncguard::{ExtendResult, LockBackend, LockOptions, PgLockClient, ReleaseResult};
+use syncguard::{ExtendResult, LockBackend, LockOptions, PgLockClient, ReleaseResult, RunOnce, Slot};
 use syncguard_contract::Harness;
 
 use crate::support::bouncer::Bouncer;
@@ -77,13 +79,13 @@ fn guards_exclude_each_other_and_are_renewed_through_a_transaction_pooler() {
     let bouncer = Bouncer::start(&[("ignore_startup_parameters", "extra_float_digits")]);
     let schema = support::schema();
     let clients: Vec<_> = (0..3).map(|_| client(&bouncer, &schema)).collect();
-    let inside = std::sync::atomic::AtomicU32::new(0);
+    let inside = AtomicU32::new(0);
     let options = LockOptions::new().ttl(Duration::from_secs(1)).timeout(LIMIT);
     together(6, |n| {
         for _ in 0..10 {
             let guard = clients[n % 3].lock_with("k", &options).unwrap();
-            assert_eq!(inside.fetch_add(1, std::sync::atomic::Ordering::SeqCst), 0);
-            inside.fetch_sub(1, std::sync::atomic::Ordering::SeqCst);
+            assert_eq!(inside.fetch_add(1, Ordering::SeqCst), 0);
+            inside.fetch_sub(1, Ordering::SeqCst);
             guard.release().unwrap();
         }
     });
@@ -91,6 +93,60 @@ fn guards_exclude_each_other_and_are_renewed_through_a_transaction_pooler() {
     let first = guard.expires_at_ms();
     wait_until(LIMIT, "it is renewed beyond its first ttl", || guard.expires_at_ms() > first + 1000);
     assert!(guard.is_held());
+}
+
+/// A set, a semaphore of two, a leader and a job with an effect a slot, by six threads of three clients.
+#[test]
+fn sets_permits_leaders_and_runs_keep_their_promises_through_a_transaction_pooler() {
+    const ROUNDS: u64 = 5;
+    let bouncer = Bouncer::start(&[("ignore_startup_parameters", "extra_float_digits")]);
+    let schema = support::schema();
+    let clients: Vec<_> = (0..3).map(|_| client(&bouncer, &schema)).collect();
+    let mut sql = schema.client();
+    sql.batch_execute("CREATE TABLE effects (slot int8 NOT NULL)").unwrap();
+    let table = format!("\"{}\".effects", schema.name());
+    let options = LockOptions::new().ttl(Duration::from_secs(10)).timeout(LIMIT);
+    let inside = [0, 1, 2].map(|_| AtomicU32::new(0));
+    let within = |of: usize, most: u32| {
+        assert!(inside[of].fetch_add(1, Ordering::SeqCst) < most, "{of}");
+        std::thread::yield_now();
+        inside[of].fetch_sub(1, Ordering::SeqCst);
+    };
+    together(6, |n| {
+        let client = &clients[n % 3];
+        let mut connection = postgres::Client::connect(&bouncer.url(), postgres::NoTls).unwrap();
+        for round in 1..=ROUNDS {
+            let keys = if n % 2 == 0 { ["a", "b", "c"] } else { ["c", "b", "d"] };
+            let set = client.lock_all_with(&keys, &options).unwrap();
+            within(0, 1);
+            assert_eq!(set.release().unwrap(), ReleaseResult::Released);
+            let permit = client.semaphore("a", 2).unwrap().acquire_with(&options).unwrap();
+            within(1, 2);
+            assert_eq!(permit.release().unwrap(), ReleaseResult::Released);
+            let led = client.elect("leader", &options, |term| {
+                within(2, 1);
+                Break(term.is_held())
+            });
+            assert!(led.unwrap());
+            let mut runs = || {
+                client.run_once("job", Slot::number(round), &options, |run| {
+                    // A statement by its name may meet another session: simple queries alone.
+                    let mut transaction = connection.transaction().map_err(|_| "not begun")?;
+                    run.complete_in(&mut transaction).map_err(|_| "refused")?;
+                    let effect = format!("INSERT INTO {table} VALUES ({round})");
+                    transaction.batch_execute(&effect).map_err(|_| "not written")?;
+                    transaction.commit().map_err(|_| "unknown")
+                })
+            };
+            wait_until(LIMIT, "the slot is done", || {
+                matches!(runs().unwrap(), RunOnce::Done(()) | RunOnce::AlreadyDone)
+            });
+        }
+    });
+    let row = sql.query_one("SELECT count(*), count(DISTINCT slot) FROM effects", &[]).unwrap();
+    assert_eq!([row.get::<_, i64>(0), row.get(1)], [ROUNDS.cast_signed(); 2], "one effect a slot");
+    let left: i64 = sql.query_one("SELECT count(*) FROM syncguard_locks", &[]).unwrap().get(0);
+    assert_eq!(left, 0, "everything was released");
 }
 
 /// Calls that are made so often that a session of our own would have the driver prepare them: here no

@@ -23,6 +23,7 @@
 // A test that fails panics.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
+mod kinds;
 mod other_client;
 
 use std::collections::BTreeSet;

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use crate::support::calls::{ms, renewing_often};
 use crate::support::leases::{self, client, counter, delete_row, expiry, named, row, wait_until_released};
+use crate::support::wait::Bounded;
 use crate::support::worker::{self, Worker};
 use crate::support::{Action, Config, LIMIT, Network, Proxy, Server, Stop, logs, together, wait_until};
 use postgres::NoTls;
@@ -25,6 +26,7 @@ fn nobody_leads(_: &Term) -> ControlFlow<()> {
 #[test]
 fn candidates_of_every_kind_lead_one_after_the_other() {
     const TERMS: usize = 5;
+    let _bounded = Bounded::start();
     let schema = crate::support::schema();
     let pool = r2d2::Pool::builder()
         .max_size(4)
@@ -60,6 +62,7 @@ fn candidates_of_every_kind_lead_one_after_the_other() {
 
 #[test]
 fn a_leader_that_is_killed_is_followed_after_its_ttl_and_a_second_and_not_before() {
+    let _bounded = Bounded::start();
     worker::part("leader", |parent| {
         let client = PgLockClient::connect(&parent.arg("url")).unwrap();
         let options = LockOptions::new().ttl(ms(1500)).heartbeat(syncguard::Heartbeat::Every(ms(200)));
@@ -91,6 +94,7 @@ fn a_leader_that_is_killed_is_followed_after_its_ttl_and_a_second_and_not_before
 
 #[test]
 fn a_leader_comes_back_by_itself_after_the_server_was_restarted() {
+    let _bounded = Bounded::start();
     let server = Server::start(&Config::new());
     let schema = server.schema();
     let key = format!("scheduler-{}", crate::support::unique());
@@ -130,6 +134,7 @@ fn a_leader_comes_back_by_itself_after_the_server_was_restarted() {
 
 #[test]
 fn what_the_program_has_to_mend_ends_the_campaign_and_bad_input_is_never_sent() {
+    let _bounded = Bounded::start();
     let schema = crate::support::schema();
     let builder = || PgLockClient::builder().auto_create_tables(false);
     let without_tables = leases::connect(builder(), &schema.url());
@@ -162,6 +167,7 @@ fn what_the_program_has_to_mend_ends_the_campaign_and_bad_input_is_never_sent() 
 
 #[test]
 fn lost_answers_make_no_second_leader_and_leave_no_lease() {
+    let _bounded = Bounded::start();
     for lost in [1, 6] {
         let schema = crate::support::schema();
         let mut observer = schema.client();
@@ -195,6 +201,7 @@ fn lost_answers_make_no_second_leader_and_leave_no_lease() {
 
 #[test]
 fn a_lost_session_ends_no_term_and_a_lost_term_is_not_led_on() {
+    let _bounded = Bounded::start();
     let schema = crate::support::schema();
     let mut observer = schema.client();
     let app = format!("leader-{}", crate::support::unique());
@@ -221,6 +228,7 @@ fn a_lost_session_ends_no_term_and_a_lost_term_is_not_led_on() {
 
 #[test]
 fn a_transaction_of_an_old_term_cannot_commit() {
+    let _bounded = Bounded::start();
     let schema = crate::support::schema();
     let (client, other) = (client(&schema), client(&schema));
     let mut database = schema.client();
@@ -255,6 +263,7 @@ fn a_transaction_of_an_old_term_cannot_commit() {
 
 #[test]
 fn a_leader_that_is_cut_off_is_none_any_more_when_another_one_leads() {
+    let _bounded = Bounded::start();
     let schema = crate::support::schema();
     let proxy = Proxy::start(crate::support::server().port());
     let builder = PgLockClient::builder().operation_timeout(ms(500)).dispose_timeout(ms(100));

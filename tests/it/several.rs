@@ -303,3 +303,30 @@ fn sets_work_on_a_callers_pool() {
     }
     assert_eq!(place.stored.counter(&keys[0]), Some(20));
 }
+
+/// Its fences would be granted a second time.
+#[test]
+fn a_trigger_that_puts_a_counter_back_is_an_error_for_the_whole_set() {
+    let place = place();
+    let keys = keys(&place, 2);
+    drop(place.client.lock_all(&keys).unwrap());
+    place.stored.run(&format!(
+        "CREATE FUNCTION put_back() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN \
+           IF NEW.fence_key = 'fence:{}' THEN RETURN OLD; END IF; RETURN NEW; END $$; \
+         CREATE TRIGGER put_back BEFORE UPDATE ON syncguard_fence_counters FOR EACH ROW EXECUTE FUNCTION put_back()",
+        keys[1]
+    ));
+    // No row, and one that is over.
+    for dead in [false, true] {
+        if dead {
+            place.stored.write(&keys[0], &id("dead"), -5_000, 1);
+        }
+        for two in FORMS {
+            let error = place.client.cancellable(&token(two)).try_lock_all(&keys).unwrap_err();
+            assert_eq!((error.code(), error.is_outcome_unknown()), (ErrorCode::Internal, false), "{error:?}");
+            assert!(error.to_string().contains("trigger"), "{error}");
+            assert!(keys.iter().all(|key| place.stored.counter(key) == Some(1)), "no fence is burnt");
+            assert!(place.stored.row(&keys[1]).is_none());
+        }
+    }
+}

@@ -9,6 +9,7 @@ use syncguard::{
 };
 
 use super::place::TTL;
+use super::wait::LIMIT;
 
 /// What a bounded call may take beyond its bound before it counts as hanging.
 pub const MARGIN: Duration = Duration::from_secs(2);
@@ -40,15 +41,18 @@ pub fn granted(client: &PgLockClient, key: &str) -> Acquired {
     acquire(client, key).expect("the key is free")
 }
 
-/// Waits without a limit and asks often.
+/// Longer than any test that is well. A call that nothing ends fails then, instead of hanging.
+const AT_MOST: Duration = LIMIT.saturating_mul(5);
+
+/// Waits and asks often.
 pub fn asking_often() -> LockOptions {
-    LockOptions::new().wait_forever().backoff(Backoff::Fixed).retry_delay(ms(5))
+    LockOptions::new().timeout(AT_MOST).backoff(Backoff::Fixed).retry_delay(ms(5))
 }
 
-/// Waits without a limit, and asks again so rarely that only a call of this process can help.
+/// Waits, and asks again so rarely that only a call of this process can help.
 pub fn asking_hourly() -> LockOptions {
     LockOptions::new()
-        .wait_forever()
+        .timeout(AT_MOST)
         .backoff(Backoff::Fixed)
         .jitter(Jitter::None)
         .retry_delay(Duration::from_secs(3600))

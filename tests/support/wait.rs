@@ -82,3 +82,28 @@ pub fn wait_until_backend_gone(observer: &mut Client, pid: i32) {
         !observer.query_one(sql, &[&pid]).expect("the server answers").get::<_, bool>(0)
     });
 }
+
+/// Ends the test program where a test is not over after five times [`LIMIT`]: for calls that have no limit of their
+/// own, such as campaigns, which would hang it.
+pub struct Bounded(std::sync::mpsc::Sender<()>);
+
+impl Bounded {
+    /// Until it is dropped.
+    pub fn start() -> Self {
+        let (over, ended) = std::sync::mpsc::channel();
+        let name = std::thread::current().name().unwrap_or("a test").to_owned();
+        std::thread::spawn(move || {
+            if ended.recv_timeout(LIMIT * 5) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
+                eprintln!("{name} hangs");
+                std::process::exit(101);
+            }
+        });
+        Self(over)
+    }
+}
+
+impl Drop for Bounded {
+    fn drop(&mut self) {
+        let _ = self.0.send(());
+    }
+}
