@@ -122,7 +122,14 @@ type Key = (usize, Option<IpAddr>);
 pub(crate) struct Addresses {
     hosts: Vec<ListedHost>,
     random: bool,
-    failed: Mutex<HashMap<Key, Instant>>,
+    failed: Mutex<HashMap<Key, Failed>>,
+}
+
+/// The last attempt failed.
+struct Failed {
+    since: Instant,
+    /// Nothing was said: it costs whoever tries it time, where a refusal costs nearly none.
+    silent: bool,
 }
 
 impl Addresses {
@@ -159,7 +166,8 @@ impl Addresses {
     }
 
     /// The hosts in the order in which to try them: as listed, or shuffled, and those where the
-    /// last attempt failed after the others. So the last good one comes before a silent one.
+    /// last attempt failed after the others, those that said nothing last. So the last good one comes
+    /// before a silent one, and so does a standby, which is promoted when the silent one was the primary.
     pub(crate) fn hosts(&self) -> Vec<ListedHost> {
         self.in_order(self.hosts.clone(), |host| (host.index, None))
     }
@@ -175,20 +183,20 @@ impl Addresses {
         failed.remove(&(candidate.host, None));
     }
 
-    pub(crate) fn failed_at(&self, candidate: &Candidate) {
-        self.note(candidate.key());
+    pub(crate) fn failed_at(&self, candidate: &Candidate, silent: bool) {
+        self.note(candidate.key(), silent);
     }
 
-    pub(crate) fn failed_as_a_whole(&self, host: &ListedHost) {
-        self.note((host.index, None));
+    pub(crate) fn failed_as_a_whole(&self, host: &ListedHost, silent: bool) {
+        self.note((host.index, None), silent);
     }
 
-    fn note(&self, key: Key) {
+    fn note(&self, key: Key, silent: bool) {
         let mut failed = self.failed();
         if failed.len() >= MAX_FAILED {
             failed.clear();
         }
-        failed.insert(key, Instant::now());
+        failed.insert(key, Failed { since: Instant::now(), silent });
     }
 
     fn in_order<T>(&self, mut list: Vec<T>, key: impl Fn(&T) -> Key) -> Vec<T> {
@@ -196,13 +204,12 @@ impl Addresses {
             list.sort_by_cached_key(|_| RandomState::new().hash_one(0));
         }
         let failed = self.failed();
-        list.sort_by_cached_key(|item| {
-            failed.get(&key(item)).is_some_and(|since| !self.random || since.elapsed() < AVOIDED)
-        });
+        let counts = |last: &&Failed| !self.random || last.since.elapsed() < AVOIDED;
+        list.sort_by_cached_key(|item| failed.get(&key(item)).filter(counts).map(|last| last.silent));
         list
     }
 
-    fn failed(&self) -> MutexGuard<'_, HashMap<Key, Instant>> {
+    fn failed(&self) -> MutexGuard<'_, HashMap<Key, Failed>> {
         self.failed.lock()
     }
 }
@@ -323,13 +330,15 @@ mod tests {
         let list = addresses("host=a,b,c");
         assert_eq!(order(&list), [0, 1, 2]);
         let hosts = list.hosts();
-        list.failed_as_a_whole(&hosts[0]);
-        list.failed_as_a_whole(&hosts[1]);
+        list.failed_as_a_whole(&hosts[0], false);
+        list.failed_as_a_whole(&hosts[1], false);
         assert_eq!(order(&list), [2, 0, 1]);
-        list.failed_as_a_whole(&hosts[2]);
+        list.failed_as_a_whole(&hosts[2], false);
         assert_eq!(order(&list), [0, 1, 2], "none is better than another");
         list.succeeded(&hosts[1].at(Some([10, 0, 0, 1].into())).unwrap());
         assert_eq!(order(&list), [1, 0, 2]);
+        list.failed_as_a_whole(&hosts[0], true);
+        assert_eq!(order(&list), [1, 2, 0], "a silent one is the last");
     }
 
     #[test]
@@ -337,7 +346,7 @@ mod tests {
         let list = addresses("host=a");
         let host = list.hosts().remove(0);
         let all: Vec<_> = (1..=3).filter_map(|n| host.at(Some([10, 0, 0, n].into()))).collect();
-        list.failed_at(&all[0]);
+        list.failed_at(&all[0], true);
         let keys = |list: Vec<Candidate>| list.iter().map(Candidate::key).collect::<Vec<_>>();
         let expected = keys(vec![all[1].clone(), all[2].clone(), all[0].clone()]);
         assert_eq!(keys(list.in_turn(all)), expected);

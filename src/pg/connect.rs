@@ -5,12 +5,15 @@
 //! 1. Candidates are tried one after the other, each with at most half of the time that is left, the
 //!    last one with all of it: a silent one never takes the time of those behind it.
 //! 2. TLS and deadlines are decided for each candidate: over TCP both, on a Unix socket neither.
+//!    While one that says nothing is waited for, those that have answered meanwhile that they are no primary
+//!    are asked again: one of them is promoted when the silent one is given up.
 //! 3. A call returns at its end or at its token, whatever a name server, a TCP handshake or a server
 //!    does: all of that runs on another thread, which is left behind then.
 
+use std::cell::Cell;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -25,7 +28,7 @@ use crate::error::{ErrorCode, LockError, Result};
 use crate::model::time::deadline_after;
 use crate::pg::addresses::{Addresses, Candidate, ListedHost, Target, prefer_primary, without_hosts};
 use crate::pg::connection_string::Settings as ConnectionSettings;
-use crate::pg::error::{NoCandidate, connect_error};
+use crate::pg::error::{NoCandidate, connect_error, may_become_primary};
 use crate::pg::passfile::Passfile;
 use crate::pg::resolve::Resolver;
 use crate::pg::resources;
@@ -47,6 +50,9 @@ const KEEPALIVE_IDLE: Duration = Duration::from_secs(30);
 
 /// How much later than the driver's own limits an attempt is left behind.
 const GRACE: Duration = Duration::from_millis(50);
+
+/// How often those that answered are asked again while a silent one is waited for.
+const ASK_OTHERS: Duration = Duration::from_millis(100);
 
 /// The most attempts that may be left behind at a time: on a Unix socket nothing ends one as long as
 /// the server stands still.
@@ -119,6 +125,8 @@ impl Connector {
         resources::check()?;
         let end = deadline_after(limit);
         let mut none = NoCandidate::default();
+        // Who may be the primary in a moment.
+        let mut waiting = Vec::new();
         let mut hosts = self.0.addresses.hosts().into_iter().peekable();
         while let Some(host) = hosts.next() {
             let last = hosts.peek().is_none();
@@ -127,28 +135,28 @@ impl Connector {
                 Err(error) => {
                     cancel.check()?;
                     resources::check()?;
+                    self.0.addresses.failed_as_a_whole(&host, is_silence(&error));
                     none.add(error);
-                    self.0.addresses.failed_as_a_whole(&host);
                     continue;
                 }
             };
             let mut candidates = candidates.into_iter().peekable();
             while let Some(candidate) = candidates.next() {
                 let last = last && candidates.peek().is_none();
-                match self.attempt(&candidate, share(end, last), cancel) {
-                    Ok(connection) => {
-                        self.0.addresses.succeeded(&candidate);
-                        return Ok(connection);
-                    }
+                match self.attempt(&candidate, share(end, last), cancel, &waiting) {
+                    Ok(connection) => return Ok(connection),
                     Err(error) => {
                         cancel.check()?;
                         resources::check()?;
+                        self.0.addresses.failed_at(&candidate, is_silence(&error));
+                        if may_become_primary(&error) {
+                            waiting.push(candidate);
+                        }
                         none.add(error);
-                        self.0.addresses.failed_at(&candidate);
                     }
                 }
             }
-            self.0.addresses.failed_as_a_whole(&host);
+            self.0.addresses.failed_as_a_whole(&host, false);
         }
         Err(none.into_error())
     }
@@ -160,16 +168,58 @@ impl Connector {
         Ok(self.0.addresses.in_turn(found.into_iter().filter_map(|ip| host.at(Some(ip))).collect()))
     }
 
-    /// One attempt at one candidate.
-    ///
-    /// The driver connects on a thread of its own, because nothing of it can be ended from outside
-    /// before it has a TCP connection, and on a Unix socket nothing at all.
+    /// One attempt at one candidate; these others are asked again while it has not answered.
     fn attempt(
         &self,
         candidate: &Candidate,
         limit: Duration,
         cancel: &CancelToken,
+        others: &[Candidate],
     ) -> Result<OpenedConnection> {
+        let attempt = self.begin(candidate, limit, cancel)?;
+        let end = deadline_after(limit + GRACE);
+        let mut others: Vec<_> = others.iter().collect();
+        loop {
+            let pause = if others.is_empty() { rest(end) } else { rest(end).min(ASK_OTHERS) };
+            match attempt.wait(pause) {
+                Some(Ok(connection)) => {
+                    self.0.addresses.succeeded(candidate);
+                    return Ok(connection);
+                }
+                Some(Err(error)) => return Err(error),
+                None if rest(end).is_zero() => {
+                    self.leave_behind(&attempt);
+                    return Err(unanswered());
+                }
+                None => {}
+            }
+            let mut found = None;
+            others.retain(|other| {
+                if found.is_some() {
+                    return true;
+                }
+                match self.attempt(other, share(end, false), cancel, &[]) {
+                    Ok(connection) => found = Some(Ok(connection)),
+                    Err(error) if cancel.is_cancelled() => found = Some(Err(error)),
+                    // Silence takes time: one silent host at a time is enough.
+                    Err(error) => return !is_silence(&error),
+                }
+                true
+            });
+            if let Some(found) = found {
+                // Another one was promoted, so whoever has said nothing until now is not the first to be asked again.
+                self.0.addresses.failed_at(candidate, true);
+                self.leave_behind(&attempt);
+                return found;
+            }
+        }
+    }
+
+    /// Begins an attempt.
+    ///
+    /// The driver connects on a thread of its own, because nothing of it can be ended from outside
+    /// before it has a TCP connection, and on a Unix socket nothing at all.
+    fn begin(&self, candidate: &Candidate, limit: Duration, cancel: &CancelToken) -> Result<Attempt> {
         if limit.is_zero() {
             return Err(unanswered());
         }
@@ -197,28 +247,15 @@ impl Connector {
             }
         };
         self.check_left_behind()?;
-        let watch = cancel.subscribe(cut);
+        let watch = Cell::new(cancel.subscribe(cut));
         spawn("syncguard-connect", job).map_err(no_thread)?;
-        let outcome = outcome.recv_timeout(limit + GRACE);
-        // A token that has fired may cut the connection yet.
-        let fired = !watch.is_none_or(Subscription::remove) || control.is_dead();
-        let opened = match outcome {
-            Ok(Some(opened)) => opened,
-            Ok(None) => Err(LockError::aborted()),
-            Err(RecvTimeoutError::Timeout) => {
-                control.kill();
-                self.left_behind().push(Arc::downgrade(&alive));
-                Err(unanswered())
-            }
-            Err(RecvTimeoutError::Disconnected) => Err(panicked()),
-        };
-        let client = opened?;
-        if fired {
-            drop_where_allowed(client);
-            return Err(LockError::aborted());
-        }
-        control.unlimited();
-        Ok(OpenedConnection { client: Some(client), control })
+        Ok(Attempt { control, alive: Arc::downgrade(&alive), outcome, watch })
+    }
+
+    /// Nobody waits for it any more.
+    fn leave_behind(&self, attempt: &Attempt) {
+        attempt.control.kill();
+        self.left_behind().push(Weak::clone(&attempt.alive));
     }
 
     /// Refuses to leave ever more threads behind at a server that stands still.
@@ -247,6 +284,45 @@ impl Connector {
             Err(error) => log::debug!("the cancel request was not sent: {}", error.chain()),
         }
     }
+}
+
+/// An attempt under way.
+struct Attempt {
+    control: StreamControl,
+    /// As long as its thread runs.
+    alive: Weak<()>,
+    /// `None`: the token has fired.
+    outcome: Receiver<Option<Result<Client>>>,
+    watch: Cell<Option<Subscription>>,
+}
+
+impl Attempt {
+    /// What came of it, if that is known within this time.
+    fn wait(&self, time: Duration) -> Option<Result<OpenedConnection>> {
+        let opened = match self.outcome.recv_timeout(time) {
+            Ok(Some(opened)) => opened,
+            Ok(None) => Err(LockError::aborted()),
+            Err(RecvTimeoutError::Timeout) => return None,
+            Err(RecvTimeoutError::Disconnected) => Err(panicked()),
+        };
+        // A token that has fired may cut the connection yet.
+        let fired = !self.watch.take().is_none_or(Subscription::remove) || self.control.is_dead();
+        let client = match opened {
+            Ok(client) => client,
+            Err(error) => return Some(Err(error)),
+        };
+        if fired {
+            drop_where_allowed(client);
+            return Some(Err(LockError::aborted()));
+        }
+        self.control.unlimited();
+        Some(Ok(OpenedConnection { client: Some(client), control: self.control.clone() }))
+    }
+}
+
+/// Whether a candidate has said nothing.
+fn is_silence(error: &LockError) -> bool {
+    error.code() == ErrorCode::NetworkTimeout && error.sqlstate().is_none()
 }
 
 /// What one candidate may take of the time that is left.

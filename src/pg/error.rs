@@ -135,6 +135,17 @@ impl NoCandidate {
     }
 }
 
+/// Whether whoever said this may be the primary soon: it is a standby, or starts, or is not there yet. Not
+/// where asking again may count as something else, such as another wrong password.
+pub(crate) fn may_become_primary(error: &LockError) -> bool {
+    match telling(error) {
+        3 => true,
+        1 => error.code() == ErrorCode::ServiceUnavailable,
+        2 => error.sqlstate().is_some_and(|state| state.starts_with("57")),
+        _ => false,
+    }
+}
+
 /// A server that is not the primary says more than one that refuses, that one more than silence.
 fn telling(error: &LockError) -> u8 {
     let mut cause = error.source();

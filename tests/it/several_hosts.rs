@@ -193,6 +193,22 @@ fn of_several_hosts_the_primary_is_found_and_without_one_that_is_said() {
     assert!(both.acquire("after the promotion", TTL).unwrap().acquired().is_some());
 }
 
+/// The former primary says nothing, and its standby becomes the primary while a call waits for it.
+#[test]
+fn a_standby_that_is_promoted_is_found_while_a_silent_host_is_waited_for() {
+    let primary = Server::start(&Config::new());
+    PgLockClient::connect(primary.url()).unwrap();
+    let standby = standby::standby_of(&primary, "promoted");
+    let silent = silent(18);
+    // The last of the list has all of the time.
+    let client = client(HOUR, &list(&[local(standby.port), silent.at]));
+    let (done, outcome) = channel();
+    thread::spawn(move || done.send(client.is_locked("k")));
+    wait_until(LIMIT, "the silent host is waited for", || handshakes_with(silent.at) > 0);
+    standby.ctl(&["promote", "-w"]);
+    assert!(!outcome.recv_timeout(LIMIT).expect("the call returns").unwrap());
+}
+
 #[test]
 fn a_connection_to_a_primary_that_no_longer_is_one_is_replaced() {
     let server = Server::start(&Config::new());
