@@ -141,7 +141,7 @@ fn verdict(observed: &Observed) -> Result<()> {
         return Ok(());
     }
     Err(LockError::invalid(
-        "this server's session locks do not exclude: its advisory functions are stubs, or the connection string reaches different servers; use leases here",
+        "this server's session locks do not exclude: its advisory functions are stubs, or the connection string reaches different servers; connect to one PostgreSQL server (see docs/other-engines.md)",
     ))
 }
 
@@ -154,7 +154,7 @@ fn explain(failure: Failure) -> Failure {
     if !matches!(error.code(), ErrorCode::InvalidArgument | ErrorCode::Internal) {
         return error.into();
     }
-    let refused = "this server has no session locks that work as PostgreSQL's do: use leases here";
+    let refused = "this server has no session locks that work as PostgreSQL's do: connect to a PostgreSQL server (see docs/other-engines.md)";
     LockError::invalid(refused).with_source(error).into()
 }
 

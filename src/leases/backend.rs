@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use crate::cancel::CancelToken;
 use crate::error::{LockError, Result};
+use crate::leases::engine;
 use crate::leases::schema::{Survey, TableNames};
 use crate::leases::setup::{self, ResolvedTables};
 use crate::leases::wake_ups::WakeUps;
@@ -65,6 +66,8 @@ impl PostgresBackend {
         let never = CancelToken::never();
         let mut survey = setup::survey(&self.database, &self.names, end, &never)?;
         if !survey.is_complete() {
+            // Once in a database's life, so it may cost a second connection.
+            engine::check_two_sessions(&self.database, end)?;
             setup::create(&self.database, &self.names, &survey, end)?;
             survey = setup::survey(&self.database, &self.names, end, &never)?;
         }

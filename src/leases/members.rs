@@ -6,6 +6,7 @@ use crate::cancel::CancelToken;
 use crate::error::{LockError, Result};
 use crate::leases::backend::PostgresBackend;
 use crate::leases::collation;
+use crate::leases::engine;
 use crate::leases::schema::TableNames;
 use crate::leases::setup::{ResolvedTables, setup_error};
 use crate::pg::answers::{required, text};
@@ -23,6 +24,7 @@ fn survey(session: &mut Session<'_>, names: &TableNames, at: &ResolvedTables) ->
     let query = names.survey_members(&at.tables.schema)?;
     let answers = session.ask(&Message::new().raw(session.limits_plain()).raw(query))?;
     let row = required(answers.row(0)?)?;
+    engine::check_keepers(row, 4..6)?;
     let flag = |column| -> Result<bool> { Ok(text(row, column)? == Some("t")) };
     let survey = Survey { there: flag(0)?, unlogged: text(row, 1)? == Some("u"), has_indexes: flag(2)? };
     if flag(3)? {

@@ -24,6 +24,7 @@ mod check_server;
 mod check_tables;
 mod cleanup;
 mod collation;
+mod engine;
 mod extend;
 mod finding;
 mod fragments;

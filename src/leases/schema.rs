@@ -9,6 +9,7 @@ use sha2::{Digest, Sha256};
 
 use crate::error::{LockError, Result};
 use crate::leases::collation;
+use crate::leases::engine;
 use crate::leases::notify::MAY_NOTIFY;
 use crate::pg::names::{EQ, PLAIN_NAMES};
 use crate::pg::statement::{push_quoted, quoted_name};
@@ -82,13 +83,14 @@ impl TableNames {
         Ok(format!(
             "SELECT ln.nspname, l.relpersistence, fn.nspname, f.relpersistence, \
              EXISTS (SELECT 1 FROM pg_catalog.pg_attribute a WHERE a.attrelid {EQ} f.oid AND a.attname {EQ} 'key_debug' AND NOT a.attisdropped), \
-             {} AND {}, pg_catalog.current_schema(), pg_catalog.current_setting('server_encoding'), {MAY_NOTIFY}, {}, {OWN_PATH} \
+             {} AND {}, pg_catalog.current_schema(), pg_catalog.current_setting('server_encoding'), {MAY_NOTIFY}, {}, {OWN_PATH}, {} \
              FROM (SELECT pg_catalog.to_regclass({locks}) AS l, pg_catalog.to_regclass({fences}) AS f) AS r \
              LEFT JOIN pg_catalog.pg_class l ON l.oid {EQ} r.l LEFT JOIN pg_catalog.pg_namespace ln ON ln.oid {EQ} l.relnamespace \
              LEFT JOIN pg_catalog.pg_class f ON f.oid {EQ} r.f LEFT JOIN pg_catalog.pg_namespace fn ON fn.oid {EQ} f.relnamespace",
             index("l", 1, " AND i.indisunique AND i.indpred IS NULL", "lock_id"),
             index("l", 1, " AND i.indpred IS NULL", "expires_at_ms"),
             collation::is_asked_for(&["l.oid", "f.oid"]),
+            engine::keepers(&["l", "f"]),
         ))
     }
 
@@ -99,12 +101,13 @@ impl TableNames {
         let mut name = String::new();
         push_quoted(&qualified(schema, &self.members), &mut name)?;
         Ok(format!(
-            "SELECT m.oid IS NOT NULL, m.relpersistence, {} AND {} AND {}, {} \
+            "SELECT m.oid IS NOT NULL, m.relpersistence, {} AND {} AND {}, {}, {} \
              FROM (SELECT pg_catalog.to_regclass({name}) AS m) AS r LEFT JOIN pg_catalog.pg_class m ON m.oid {EQ} r.m",
             index("m", 1, " AND i.indisunique AND i.indpred IS NULL", "lock_id"),
             index("m", 2, " AND i.indpred IS NULL", "key"),
             index("m", 2, " AND i.indpred IS NOT NULL", "key"),
             collation::is_asked_for(&["m.oid"]),
+            engine::keepers(&["m"]),
         ))
     }
 

@@ -6,6 +6,7 @@ use std::time::Instant;
 use crate::cancel::CancelToken;
 use crate::error::{LockError, Result};
 use crate::leases::collation;
+use crate::leases::engine::{self, Probe};
 use crate::leases::fragments::MARKS;
 use crate::leases::once_sql::RunStatements;
 use crate::leases::permit_sql::PermitStatements;
@@ -58,11 +59,17 @@ pub(super) fn survey_on(session: &mut Session<'_>, names: &TableNames) -> Result
 /// The same without a judgement of their collations.
 pub(super) fn look_on(session: &mut Session<'_>, names: &TableNames) -> Result<Survey, Failure> {
     // Under the caller's search_path: it decides where unqualified tables are.
-    let answers = session.ask(&Message::new().raw(session.limits()).raw(names.survey()?))?;
+    let message = Message::new()
+        .raw(session.limits_read_committed())
+        .raw(Probe::new()?.question())
+        .raw(names.survey()?);
+    let answers = session.ask(&message).map_err(|failure| engine::explain(session, failure))?;
+    let has_citus = engine::judge(required(answers.row(1)?)?)?;
     let row = required(answers.row(0)?)?;
+    engine::check_keepers(row, 11..15)?;
     let owned = |column| -> Result<Option<String>> { Ok(text(row, column)?.map(str::to_owned)) };
     let flag = |column| -> Result<bool> { Ok(text(row, column)? == Some("t")) };
-    Ok(Survey {
+    let survey = Survey {
         locks_in: owned(0)?,
         unlogged: text(row, 1)? == Some("u") || text(row, 3)? == Some("u"),
         temporary: text(row, 1)? == Some("t") || text(row, 3)? == Some("t"),
@@ -74,7 +81,11 @@ pub(super) fn look_on(session: &mut Session<'_>, names: &TableNames) -> Result<S
         may_notify: flag(8)?,
         sorted_by_collation: flag(9)?,
         own_path: flag(10)?,
-    })
+    };
+    if let (true, Some(tables)) = (has_citus, names.resolved(&survey, false)) {
+        engine::check_citus(session, &[&tables.locks, &tables.fences, &tables.members])?;
+    }
+    Ok(survey)
 }
 
 /// Creates what is missing of the tables and their indexes, as the survey has it.

@@ -198,6 +198,11 @@ impl<'a> Session<'a> {
         self.states("")
     }
 
+    /// The same in an isolation level that is stated, for a transaction that asks which one it has.
+    pub(crate) fn limits_read_committed(&self) -> String {
+        self.states("SET TRANSACTION ISOLATION LEVEL READ COMMITTED;")
+    }
+
     /// The same with [`PLAIN_NAMES`].
     pub(crate) fn limits_plain(&self) -> String {
         let limits = self.states("");

@@ -65,6 +65,7 @@ mod concurrency;
 mod contract_postgres;
 mod edges;
 mod election;
+mod engines;
 mod environments;
 mod examples;
 mod fast_paths;
