@@ -22,6 +22,10 @@ use crate::weather::{ALL, Fault, POOLED, Weather};
 /// Worker processes of a storm.
 const WORKERS: usize = 3;
 
+/// What the holders protect.
+pub const TABLES: &str = "CREATE TABLE register (key text PRIMARY KEY, fence int8 NOT NULL DEFAULT 0, n int8 NOT NULL DEFAULT 0); \
+    CREATE TABLE effects (job text NOT NULL, slot int8 NOT NULL)";
+
 /// Settings of PgBouncer: nobody waits for a connection of its, and it connects again at once.
 const POOLER: [(&str, &str); 3] = [
     ("ignore_startup_parameters", "extra_float_digits,options"),
@@ -82,7 +86,7 @@ pub struct Crew<'a> {
 }
 
 impl<'a> Crew<'a> {
-    fn new(setup: &'a Setup<'a>, url: String, direct: String) -> Self {
+    pub fn new(setup: &'a Setup<'a>, url: String, direct: String) -> Self {
         Self { setup, url, direct, next: 0, members: Vec::new(), over: Vec::new(), drawn: Drawn::default() }
     }
 
@@ -134,7 +138,7 @@ impl<'a> Crew<'a> {
     }
 
     /// Ends all of them and collects what they said.
-    fn end(self, history: &mut History, leaks: &mut Vec<String>) {
+    pub fn end(self, history: &mut History, leaks: &mut Vec<String>) {
         for member in &self.members {
             lock(&member.worker).tell("stop");
         }
@@ -173,9 +177,7 @@ pub fn run(setup: &Setup<'_>) -> Report {
         .set("max_connections", "60")
         .set("log_min_messages", "fatal");
     let server = Server::start(&config);
-    let tables = "CREATE TABLE register (key text PRIMARY KEY, fence int8 NOT NULL DEFAULT 0, n int8 NOT NULL DEFAULT 0); \
-                  CREATE TABLE effects (job text NOT NULL, slot int8 NOT NULL)";
-    server.client().batch_execute(tables).expect("the server takes tables");
+    server.client().batch_execute(TABLES).expect("the server takes tables");
     let client = syncguard::PgLockClient::connect(server.url()).expect("the server takes connections");
     drop(client);
     environments::create(&mut server.client());
@@ -241,6 +243,11 @@ fn ends_clean(server: &Server, history: &mut History, leaks: &mut Vec<String>) {
         "live rows",
         "SELECT count(*) FROM syncguard_locks WHERE expires_at_ms > extract(epoch FROM clock_timestamp()) * 1000 - 1000",
     );
+    what_is_left(&mut sql, history);
+}
+
+/// The registers, the effects of jobs and the counters at the end.
+pub fn what_is_left(sql: &mut postgres::Client, history: &mut History) {
     for row in sql.query("SELECT key, n FROM register", &[]).expect("the server answers") {
         history.registers.insert(row.get(0), row.get::<_, i64>(1).unsigned_abs());
     }
