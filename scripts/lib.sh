@@ -118,7 +118,7 @@ ensure_postgres() {
     find_postgres >/dev/null || die "PostgreSQL was installed and its server is not found"
 }
 
-# What single tests need: headers for TLS and libpq, a compiler for C++, Python, a real pooler, a client that fetches other servers.
+# What single tests need: headers for TLS and libpq, a compiler for C++, Python, a real pooler, a terminal, a client that fetches other servers.
 ensure_test_tools() {
     local missing=()
     have pkg-config || missing+=(pkg-config)
@@ -126,6 +126,7 @@ ensure_test_tools() {
     have python3 || missing+=(python3)
     pkg-config --exists libpq 2>/dev/null || have brew || missing+=(libpq-dev)
     [ -e /usr/include/openssl/ssl.h ] || have brew || missing+=(libssl-dev)
+    have tmux || missing+=(tmux)
     have pgbouncer || [ -x /usr/sbin/pgbouncer ] || missing+=(pgbouncer)
     if [ ${#missing[@]} -gt 0 ] && have apt-get; then apt_install "${missing[@]}"; fi
     [ ${#VERSIONS[@]} -eq 0 ] || have npm || apt_install npm

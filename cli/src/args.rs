@@ -4,21 +4,24 @@ use std::ffi::OsString;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
+use syncguard::Fence;
 
 use crate::choices::{self, OnLost, Period, Wait};
 
 const EXAMPLES: &str = "\
 EXAMPLES
-    syncguard run --key deploy --wait 5m -- ./deploy.sh     one deploy at a time, on all machines
-    syncguard run --key nightly --once daily -- ./invoices  once a day, on whichever machine is first
-    syncguard status deploy                                 is it held, since when, for how long yet
+    syncguard run --key deploy --wait 5m -- ./deploy.sh     one at a time, on all machines
+    syncguard run --key nightly --once daily -- ./invoices  once a day, on one of them
+    syncguard status deploy                                 is it held, since when, how long yet
     syncguard list                                          all that is held
+    syncguard watch                                         the same, live
 
 CONNECTION
-    --url, or $SYNCGUARD_URL, or $DATABASE_URL, or libpq's variables: $PGHOST, $PGPORT, $PGUSER,
-    $PGDATABASE, $PGPASSWORD, $PGOPTIONS, $PGAPPNAME, $PGCONNECT_TIMEOUT, $PGSSLMODE. All programs
-    that share locks must share the tables: name their schema with --schema where roles differ.
-    A password in --url can be read by others on this machine: put it into the environment.
+    --url, or $SYNCGUARD_URL, or $DATABASE_URL, or libpq's variables ($PGHOST, $PGUSER and so on).
+    Passwords may come from $PGPASSWORD or ~/.pgpass: one in --url can be read by others on this
+    machine. TLS as in libpq: sslmode=verify-full&sslrootcert=FILE, or $PGSSLMODE and its kin.
+    All programs that share locks must share the tables: name their schema with --schema where
+    roles differ.
 
 EXIT CODES
     0   done                      64  wrong usage
@@ -93,12 +96,22 @@ pub(crate) enum Action {
     Status(Status),
     /// What is held
     List(List),
-    /// Which sessions are stuck over a key in the server
+    /// Who waits: how many clients for each key, or which sessions are stuck over one
     Waiters(Waiters),
+    /// What is held, as a live table
+    Watch(Watch),
+    /// Take a key away from its holder, and raise its fence
+    Break(Break),
     /// Delete rows of leases that are long over
     Cleanup(Cleanup),
     /// Create the tables, or find out what is wrong with them
     Setup,
+    /// Measure how long locks take on this server
+    Bench(Bench),
+    /// Print completions for a shell
+    Completions(Completions),
+    /// Print the manual page, or write all of them
+    Man(Man),
 }
 
 #[derive(Args, Debug)]
@@ -175,7 +188,45 @@ pub(crate) struct List {
 
 #[derive(Args, Debug)]
 pub(crate) struct Waiters {
+    /// Which sessions wait for this key inside the server, and behind whom
+    pub(crate) key: Option<String>,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct Watch {
+    /// How often the server is asked
+    #[arg(long, value_name = "DURATION", default_value = "1s", value_parser = choices::duration)]
+    pub(crate) every: Duration,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct Bench {
+    /// How long each of the four measurements lasts
+    #[arg(long, value_name = "DURATION", default_value = "2s", value_parser = choices::duration)]
+    pub(crate) time: Duration,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct Completions {
+    pub(crate) shell: clap_complete::Shell,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct Man {
+    /// Write the pages of syncguard and of each subcommand into this directory
+    #[arg(long, value_name = "DIR")]
+    pub(crate) dir: Option<std::path::PathBuf>,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct Break {
     pub(crate) key: String,
+    /// The fence of the lease to take away, as `status` shows it: a newer holder is left alone
+    #[arg(long, value_name = "N", value_parser = choices::fence)]
+    pub(crate) fence: Fence,
+    /// KEY is a semaphore, and this is the number of the permit
+    #[arg(long, value_name = "N")]
+    pub(crate) permit: Option<u32>,
 }
 
 #[derive(Args, Debug)]

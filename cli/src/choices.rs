@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use syncguard::{FENCE_MAX, Slot};
+use syncguard::{FENCE_MAX, Fence, Slot};
 
 /// How long to wait for a lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -93,6 +93,12 @@ pub(crate) fn period(text: &str) -> Result<Period, String> {
     }
 }
 
+/// With or without the zeros before it.
+pub(crate) fn fence(text: &str) -> Result<Fence, String> {
+    let number = text.parse().ok().and_then(Fence::new);
+    number.ok_or_else(|| "a fence is a number, as `syncguard status KEY` shows it".to_owned())
+}
+
 /// As people write it: `1h 30m`, `250ms`. Above a minute in whole seconds.
 pub(crate) fn spoken(duration: Duration) -> String {
     let rounded = match duration {
@@ -150,6 +156,12 @@ mod tests {
         for text in ["nightly", "0s", "100us", "slot:x", "slot:1000000000000000"] {
             assert!(period(text).is_err(), "{text}");
         }
+    }
+
+    #[test]
+    fn a_fence_is_read_with_and_without_zeros() {
+        assert_eq!(fence("17"), fence("000000000000017"));
+        assert!(fence("x").is_err());
     }
 
     #[test]

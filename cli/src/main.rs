@@ -10,11 +10,13 @@
 //! | `child` | the processes of a program: its own group, and who ends it when this one is killed |
 //! | `signals` | signals, as events |
 //! | `progress` | what a wait says in a terminal |
-//! | `show` | status, list, waiters |
-//! | `operate` | cleanup, setup |
+//! | `show`, `watch` | status, list, waiters; a live table |
+//! | `operate`, `bench` | break, cleanup, setup; how long locks take |
+//! | `pages` | completions and manual pages |
 //! | `output` | tables, JSON, ages |
 
 mod args;
+mod bench;
 mod child;
 mod choices;
 mod connection;
@@ -23,11 +25,13 @@ mod failure;
 mod once;
 mod operate;
 mod output;
+mod pages;
 mod progress;
 mod run;
 mod show;
 mod signals;
 mod supervise;
+mod watch;
 
 use std::env;
 use std::process::ExitCode;
@@ -66,7 +70,12 @@ fn dispatch(cli: &Cli) -> Ended {
         Action::Status(status) => show::status(at, status),
         Action::List(list) => show::list(at, list),
         Action::Waiters(waiters) => show::waiters(at, waiters),
+        Action::Watch(watch) => watch::watch(at, watch),
+        Action::Break(request) => operate::break_lock(at, request),
         Action::Cleanup(cleanup) => operate::cleanup(at, cleanup),
         Action::Setup => operate::set_up(at),
+        Action::Bench(bench) => bench::bench(at, bench),
+        Action::Completions(shell) => pages::completions(shell),
+        Action::Man(man) => pages::man(man),
     }
 }

@@ -1,12 +1,54 @@
-//! `cleanup`, `setup`.
+//! `break`, `cleanup`, `setup`.
 
 use serde_json::json;
 use syncguard::Result as Asked;
 
-use crate::args::{At, Cleanup};
+use crate::args::{At, Break, Cleanup};
 use crate::connection::{connect, look};
-use crate::failure::Ended;
-use crate::output::{print, print_json};
+use crate::failure::{BUSY, Ended, say};
+use crate::output::{print, print_json, printable};
+
+/// Takes the lease with this fence away, and no newer one.
+pub(crate) fn break_lock(at: &At, request: &Break) -> Ended {
+    let operator = look(at)?.operator();
+    // What the library warns of is what this command says by itself.
+    log::set_max_level(log::LevelFilter::Error);
+    let who = "syncguard break";
+    let name = printable(&request.key);
+    let broken = match request.permit {
+        None => operator.break_lock_under(&request.key, request.fence, who)?,
+        Some(number) => {
+            let seen = operator.holders_raw(u32::MAX)?.into_iter().find(|lease| {
+                (lease.key.as_str(), lease.permit, lease.fence)
+                    == (&*request.key, Some(number), request.fence)
+            });
+            match seen {
+                None => None,
+                Some(lease) => operator.break_lease(&lease.lock_id, who)?,
+            }
+        }
+    };
+    let Some(broken) = broken else {
+        say(&format!(
+            "nothing was broken: {name} is not held under fence {}; see `syncguard status` for who has it now",
+            request.fence.get()
+        ));
+        return Ok(BUSY);
+    };
+    if at.json {
+        print_json(
+            &json!({ "key": request.key, "broken": request.fence.to_string(), "fence": broken.fence.to_string() }),
+        )?;
+    } else {
+        print(&format!(
+            "{name} is free: the lease under fence {} was taken away, and the fence is {} now.",
+            request.fence.get(),
+            broken.fence.get()
+        ))?;
+        print("Its holder notices at its next renewal, and until then may go on: see that it stops.")?;
+    }
+    Ok(0)
+}
 
 pub(crate) fn cleanup(at: &At, cleanup: &Cleanup) -> Ended {
     let operator = look(at)?.operator();

@@ -1,7 +1,9 @@
 //! `status`, `list`, `waiters`: who holds what, and who waits.
 
+use std::time::Duration;
+
 use serde_json::{Value, json};
-use syncguard::{LockInfoRaw, PgLockClient, Result as Asked};
+use syncguard::{LockInfoRaw, PgLockClient, Result as Asked, hash_key};
 
 use crate::args::{At, List, Status, Waiters};
 use crate::connection::look;
@@ -36,13 +38,9 @@ pub(crate) fn all(client: &PgLockClient, limit: u32) -> Asked<Vec<Held>> {
 }
 
 fn shown(lease: LockInfoRaw, now_ms: i64) -> Held {
-    let (key, permit) = match lease.key.split_once('\u{2126}') {
-        Some((name, number)) => (name.to_owned(), number.parse().ok()),
-        None => (lease.key, None),
-    };
     Held {
-        key,
-        permit,
+        key: lease.key,
+        permit: lease.permit,
         fence: lease.fence,
         acquired_at_ms: lease.acquired_at_ms,
         expires_at_ms: lease.expires_at_ms,
@@ -107,11 +105,40 @@ pub(crate) fn list(at: &At, list: &List) -> Ended {
 }
 
 pub(crate) fn waiters(at: &At, waiters: &Waiters) -> Ended {
-    let found = look(at)?.operator().waiters(&waiters.key)?;
+    let client = look(at)?;
+    match &waiters.key {
+        Some(key) => stuck(at, &client, key),
+        None => waiting(at, &client),
+    }
+}
+
+/// How many clients wait for each key.
+fn waiting(at: &At, client: &PgLockClient) -> Ended {
+    let counts = client.operator().waiting()?;
+    let mut keys: Vec<String> = all(client, u32::MAX)?.into_iter().map(|lease| lease.key).collect();
+    keys.dedup();
+    let waited_for: Vec<(String, u64)> =
+        keys.into_iter().filter_map(|key| counts.get(&hash_key(&key)).map(|&count| (key, count))).collect();
+    if at.json {
+        let objects = waited_for.iter().map(|(key, count)| json!({ "key": key, "clients": count }));
+        print_json(&Value::Array(objects.collect()))?;
+    } else if waited_for.is_empty() {
+        print("nobody waits")?;
+    } else {
+        let rows: Vec<_> =
+            waited_for.iter().map(|(key, count)| vec![printable(key), count.to_string()]).collect();
+        table(&["KEY", "CLIENTS THAT WAIT"], &rows)?;
+    }
+    Ok(0)
+}
+
+/// Which sessions are in the server over this key, and behind whom.
+fn stuck(at: &At, client: &PgLockClient, key: &str) -> Ended {
+    let found = client.operator().waiters(key)?;
     if at.json {
         let objects = found.iter().map(|waiter| {
             json!({
-                "key": waiters.key,
+                "key": key,
                 "pid": waiter.pid,
                 "application_name": waiter.application_name,
                 "waiting_ms": waiter.waiting_ms,
@@ -120,14 +147,16 @@ pub(crate) fn waiters(at: &At, waiters: &Waiters) -> Ended {
         });
         print_json(&Value::Array(objects.collect()))?;
     } else if found.is_empty() {
-        print("no session waits in the server; who pauses between two attempts is not in the server")?;
+        print(
+            "no session is stuck over it in the server; who waits for its release is in `syncguard waiters`",
+        )?;
     } else {
         let row = |waiter: &syncguard::Waiter| {
             let blocked_by: Vec<String> = waiter.blocked_by.iter().map(ToString::to_string).collect();
             vec![
                 waiter.pid.to_string(),
                 printable(&waiter.application_name),
-                age(std::time::Duration::from_millis(u64::try_from(waiter.waiting_ms).unwrap_or(0))),
+                age(Duration::from_millis(u64::try_from(waiter.waiting_ms).unwrap_or(0))),
                 blocked_by.join(", "),
             ]
         };

@@ -13,6 +13,7 @@
 //! | `refusals` | what a statement says by failing |
 //! | `operator`, `cleanup` | what operators see; deleting rows that are long over |
 //! | `check`, `check_server`, `check_tables`, `finding` | a look at what makes locks unsafe or slow here |
+//! | `waiting` | how many clients wait for each key |
 //! | `breaking`, `marks` | taking a lease away by hand; the marks of jobs |
 //! | `notify`, `listener`, `wake_ups` | how a release reaches waiters in other processes |
 
@@ -47,6 +48,7 @@ mod setup;
 mod several;
 mod several_sql;
 mod sql;
+mod waiting;
 mod wake_ups;
 
 pub(crate) use backend::{PostgresBackend, Settings};

@@ -162,7 +162,7 @@ fn waiters_shows_who_is_stuck_in_the_server() -> Done {
     let client = PgLockClient::connect(&schema.url())?;
     let guard = client.lock("k")?;
     guard.release()?;
-    assert!(said(&schema, &["waiters", "k"]).1.starts_with("no session waits"));
+    assert!(said(&schema, &["waiters", "k"]).1.starts_with("no session is stuck"));
     assert_eq!(json(&said(&schema, &["waiters", "k", "--json"]).1), json("[]"));
     // A transaction in the queue of the key, and one behind it.
     let (mut first, mut second) = (schema.client(), schema.client_named("the second"));
@@ -179,6 +179,99 @@ fn waiters_shows_who_is_stuck_in_the_server() -> Done {
         assert!(table.starts_with("PID ") && table.contains("the second"), "{table}");
         Ok(())
     })
+}
+
+#[test]
+fn waiters_counts_the_clients_that_wait_for_each_key() -> Done {
+    let schema = support::schema();
+    let client = PgLockClient::connect(&schema.url())?;
+    let guards = [client.lock("busy")?, client.lock("idle")?, client.semaphore("permits", 1)?.acquire()?];
+    assert_eq!(said(&schema, &["waiters"]).1, "nobody waits\n");
+    let others = [PgLockClient::connect(&schema.url())?, PgLockClient::connect(&schema.url())?];
+    std::thread::scope(|scope| -> Done {
+        let mut waiting = Vec::new();
+        for other in &others {
+            // Two threads of a client are one client that waits.
+            for _ in 0..2 {
+                waiting.push(scope.spawn(|| other.lock_with("busy", &patient()).map(drop)));
+            }
+        }
+        waiting.push(scope.spawn(|| others[0].semaphore("permits", 1)?.acquire_with(&patient()).map(drop)));
+        let mut found = Value::Null;
+        let expected = json(r#"[{"key":"busy","clients":2},{"key":"permits","clients":1}]"#);
+        let all = support::wait::poll(support::LIMIT, || {
+            found = json(&said(&schema, &["waiters", "--json"]).1);
+            found == expected
+        });
+        let table = said(&schema, &["waiters"]).1;
+        for guard in guards {
+            guard.release()?;
+        }
+        for thread in waiting {
+            thread.join().expect("it does not panic")?;
+        }
+        assert!(all, "{found}");
+        assert_eq!(table, "KEY      CLIENTS THAT WAIT\nbusy     2\npermits  1\n");
+        Ok(())
+    })
+}
+
+fn patient() -> LockOptions {
+    LockOptions::new().timeout(Duration::from_secs(60))
+}
+
+#[test]
+fn break_takes_away_what_was_seen_and_nothing_newer() -> Done {
+    let schema = support::schema();
+    let client = PgLockClient::connect(&schema.url())?;
+    client.lock("k")?.release()?;
+    let guard = client.lock("k")?;
+    let (code, out, err) = said(&schema, &["break", "k", "--fence", "1"]);
+    assert!(code == 75 && out.is_empty() && err.contains("not held under fence 1"), "{code} {out} {err}");
+    assert_eq!(said(&schema, &["status", "k"]).0, 0, "the newer holder has it still");
+    let (code, out, err) = said(&schema, &["break", "k", "--fence", "2"]);
+    assert!(code == 0 && out.contains("the fence is 3 now") && err.is_empty(), "{code} {out} {err}");
+    assert_eq!(said(&schema, &["status", "k"]).0, 1);
+    assert_eq!(guard.release()?, syncguard::ReleaseResult::NotHeld);
+    assert_eq!(said(&schema, &["break", "k"]).0, 64, "without a fence it could be anybody's");
+
+    let permit = client.semaphore("s", 2)?.acquire()?;
+    let (number, fence) = (permit.permit().expect("a number").to_string(), permit.fence().to_string());
+    assert_eq!(said(&schema, &["break", "s", "--fence", &fence]).0, 75, "it is no lock");
+    let broken = said(&schema, &["break", "s", "--permit", &number, "--fence", &fence, "--json"]);
+    assert_eq!((broken.0, json(&broken.1)["broken"].as_str()), (0, Some(&*fence)), "{broken:?}");
+    assert_eq!(said(&schema, &["list"]).1, "nothing is held\n");
+    Ok(())
+}
+
+#[test]
+fn bench_measures_and_leaves_nothing_held() {
+    let schema = support::schema();
+    let measured = said(&schema, &["bench", "--time", "100ms", "--json"]);
+    let found = json(&measured.1);
+    let count = |row: &Value| row["count"].as_u64().is_some_and(|count| count > 0) && row["p50_us"].is_u64();
+    assert!(
+        measured.0 == 0 && found.as_array().is_some_and(|rows| rows.len() == 4 && rows.iter().all(count)),
+        "{found}"
+    );
+    assert!(said(&schema, &["bench", "--time", "50ms"]).1.starts_with("IN MILLISECONDS "));
+    assert_eq!(said(&schema, &["list"]).1, "nothing is held\n");
+}
+
+#[test]
+fn completions_and_manual_pages_name_every_subcommand() -> Done {
+    let schema = support::schema();
+    let dir = crate::program::Dir::new();
+    for shell in ["bash", "zsh", "fish"] {
+        let (code, out, _) = said(&schema, &["completions", shell]);
+        assert!(code == 0 && out.contains("on-lost") && out.contains("waiters"), "{shell}: {out}");
+    }
+    let (code, out, _) = said(&schema, &["man"]);
+    assert!(code == 0 && out.starts_with(".ie") | out.contains(".TH syncguard"), "{out}");
+    assert_eq!(said(&schema, &["man", "--dir", dir.path("pages").to_str().expect("text")]).0, 0);
+    let run = std::fs::read_to_string(dir.path("pages/syncguard-run.1"))?;
+    assert!(run.contains("SYNCGUARD_FENCE") && run.contains("busy"), "{run}");
+    Ok(())
 }
 
 #[test]
