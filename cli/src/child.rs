@@ -17,6 +17,8 @@ use rustix::process::{
     Pid, Signal, WaitId, WaitIdOptions, kill_process_group, test_kill_process_group, waitid,
 };
 
+use signal_hook::consts::{SIGTTIN, SIGTTOU};
+
 use crate::failure::{USAGE, say};
 use crate::supervise::Event;
 
@@ -63,9 +65,7 @@ impl Running {
         let group = Pid::from_child(&child);
         watcher.tell(&group.as_raw_nonzero().to_string())?;
         thread::Builder::new().name("syncguard-child".to_owned()).spawn(move || {
-            // NOWAIT leaves the process unreaped: its group's number cannot be used again meanwhile.
-            let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
-            while let Err(rustix::io::Errno::INTR) = waitid(WaitId::Pid(group), options) {}
+            wait_for_end(group, &tell);
             let _ = tell.send(Event::Ended);
         })?;
         Ok(Self { child, group, watcher })
@@ -110,6 +110,25 @@ impl Watcher {
         let _ = self.tell(OVER);
         self.line = None;
         let _ = self.child.wait();
+    }
+}
+
+/// Until the process has ended; says so if it is stopped because it wants the terminal.
+fn wait_for_end(pid: Pid, tell: &Sender<Event>) {
+    // NOWAIT leaves the process unreaped: its group's number cannot be used again meanwhile.
+    let ends = WaitIdOptions::EXITED | WaitIdOptions::STOPPED | WaitIdOptions::NOWAIT;
+    loop {
+        match waitid(WaitId::Pid(pid), ends) {
+            Err(rustix::io::Errno::INTR) => {}
+            Ok(Some(status)) if status.stopped() => {
+                // Taken, or it would be told again and again.
+                let _ = waitid(WaitId::Pid(pid), WaitIdOptions::STOPPED | WaitIdOptions::NOHANG);
+                if matches!(status.stopping_signal(), Some(SIGTTIN | SIGTTOU)) {
+                    let _ = tell.send(Event::WantsTerminal);
+                }
+            }
+            _ => return,
+        }
     }
 }
 

@@ -59,7 +59,7 @@ impl<'a> Work<'a> {
     pub(crate) fn interrupted(&self, error: &LockError) -> Option<u8> {
         let signal = self.events.try_iter().find_map(|event| match event {
             Event::Signal(signal) => Some(signal),
-            Event::Lost | Event::Ended => None,
+            Event::Lost | Event::WantsTerminal | Event::Ended => None,
         });
         signal.filter(|_| error.code() == ErrorCode::Aborted).map(code_of_signal)
     }

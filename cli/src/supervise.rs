@@ -25,6 +25,8 @@ const LOOK: Duration = Duration::from_millis(100);
 pub(crate) enum Event {
     Signal(i32),
     Lost,
+    /// The program was stopped because it reads the terminal.
+    WantsTerminal,
     Ended,
 }
 
@@ -106,14 +108,14 @@ impl Supervisor<'_> {
     fn pending_signal(&self) -> Option<i32> {
         self.events.try_iter().find_map(|event| match event {
             Event::Signal(signal) => Some(signal),
-            Event::Lost | Event::Ended => None,
+            Event::Lost | Event::WantsTerminal | Event::Ended => None,
         })
     }
 
     /// Until the program has ended. What was done to stop it, if anything was.
     fn watch_over(&self, running: &Running, lease: &impl Lease) -> Option<Stopping> {
         let mut stopping: Option<Stopping> = None;
-        let mut ignored = false;
+        let (mut ignored, mut asked_for_it) = (false, false);
         let mut lease_end = Instant::now() + lease.remaining();
         loop {
             let now = Instant::now();
@@ -147,6 +149,7 @@ impl Supervisor<'_> {
                         running.signal(signal);
                     }
                 }
+                Ok(Event::WantsTerminal) => end_reader_of_terminal(running, &mut asked_for_it),
                 // The state is looked at above.
                 Ok(Event::Lost) | Err(RecvTimeoutError::Timeout) => {}
             }
@@ -206,6 +209,20 @@ impl Stopping {
             let _ = helper.wait();
         }
     }
+}
+
+/// It would wait for a terminal that it does not have, with the lock: so it is asked to end, and then ended.
+fn end_reader_of_terminal(running: &Running, asked: &mut bool) {
+    if *asked {
+        running.signal(Signal::KILL);
+        return;
+    }
+    *asked = true;
+    say(
+        "the program wants to talk with the terminal, which it cannot here, and is ended: give it its answers by a file or an option",
+    );
+    running.signal(Signal::TERM);
+    running.signal(Signal::CONT);
 }
 
 /// When SIGKILL comes: `grace` from now, but before the lease is over. At once where it is over, or another's.

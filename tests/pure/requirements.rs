@@ -2,7 +2,7 @@
 //! or the place in the documents that fulfils it.
 //!
 //! Proofs are separated by commas. `fences::name` is a test in tests/it/fences.rs,
-//! `src/lock/options::name` one in src/lock/options.rs, `contract::name` a case that runs on every backend,
+//! `src/lock/options::name` one in src/lock/options.rs, `cli/waits::name` one of the command, `contract::name` a case that runs on every backend,
 //! `docs/errors.md#Patterns` a heading, and `src/diagnostics.rs#words` words of a file's documentation.
 
 #![allow(clippy::expect_used, clippy::panic, reason = "a test says by a panic what it did not expect")]
@@ -46,6 +46,7 @@ const COUNTS: [(&str, usize); 27] = [
     ("ADV", 32),
     ("TLS", 12),
     ("HA", 4),
+    ("CMD", 13),
 ];
 
 struct Row {
@@ -105,9 +106,10 @@ fn exists(proof: &str) -> bool {
         let cases = read("contract/src/lib.rs").unwrap_or_default();
         return cases.lines().any(|line| line.trim().ends_with(&listed));
     }
-    let files = match file.strip_prefix("src/") {
-        Some(file) => vec![format!("src/{file}.rs")],
-        None => PROGRAMS.iter().map(|program| format!("tests/{program}/{file}.rs")).collect(),
+    let files = match (file.strip_prefix("src/"), file.strip_prefix("cli/")) {
+        (Some(file), _) => vec![format!("src/{file}.rs")],
+        (None, Some(file)) => vec![format!("cli/tests/command/{file}.rs")],
+        (None, None) => PROGRAMS.iter().map(|program| format!("tests/{program}/{file}.rs")).collect(),
     };
     files.iter().filter_map(|file| read(file)).any(|text| tests(&text).contains(name))
 }

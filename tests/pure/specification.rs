@@ -147,7 +147,7 @@ fn elsewhere(source: &crate::source::Source, word: &str, allowed: &[&str]) -> Ve
 
 /// Who computes labels: what prints, what looks up, what reports. No operation does.
 fn labels(source: &crate::source::Source) -> Vec<String> {
-    const MAY: [&str; 10] = [
+    const MAY: [&str; 11] = [
         "hash_key",
         "fmt",
         "sanitized",
@@ -156,6 +156,7 @@ fn labels(source: &crate::source::Source) -> Vec<String> {
         "described",
         "reset_mark",
         "idle_counters",
+        "waiting",
         "kept",
         "deliver",
     ];

@@ -5,8 +5,7 @@ use crate::program::{Dir, Process, lives, said, syncguard};
 use crate::support::{self, LIMIT, TestSchema, wait_until};
 
 /// Says in files who leads, until it is to end.
-const LEADS: &str =
-    "echo $SYNCGUARD_FENCE >>terms; echo $$ >self; while [ ! -e end ]; do sleep 0.02; done; exit 6";
+const LEADS: &str = "echo $SYNCGUARD_FENCE >>terms; echo $$ >new; mv new self; while [ ! -e end ]; do sleep 0.02; done; exit 6";
 
 fn candidate(schema: &TestSchema, dir: &Dir) -> Process {
     let mut command =

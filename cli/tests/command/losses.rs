@@ -29,6 +29,18 @@ fn a_lost_lock_ends_the_program_and_its_children() -> Done {
 }
 
 #[test]
+fn whoever_the_program_leaves_when_it_is_stopped_is_ended_with_it() -> Done {
+    let (schema, dir) = (support::schema(), Dir::new());
+    let script = "trap 'exit 0' TERM; sh -c 'trap \"\" TERM; echo $$ >child; while :; do sleep 0.05; done' & \
+                  while [ ! -s child ]; do sleep 0.01; done; touch ready; while :; do sleep 0.05; done";
+    let mut command = running(&schema, &dir, &["--ttl", "20s", "--grace", "9s"], script);
+    schema.client().execute("DELETE FROM syncguard_locks", &[])?;
+    assert_eq!(command.end().code(), Some(76));
+    wait_until(LIMIT, "its child has ended", || !lives(dir.pid("child")));
+    Ok(())
+}
+
+#[test]
 fn the_program_is_asked_to_stop_and_has_the_grace_for_it() -> Done {
     let (schema, dir) = (support::schema(), Dir::new());
     let script =
@@ -74,11 +86,11 @@ fn a_program_that_may_go_on_ends_with_its_own_code() -> Done {
 }
 
 #[test]
-fn the_program_is_stopped_before_the_lease_is_over() -> Done {
-    for options in [&["--ttl", "2s"][..], &["--ttl", "2s", "--on-lost", "kill"]] {
+fn the_program_is_asked_to_stop_and_stopped_before_the_lease_is_over() -> Done {
+    for (options, asked) in [(&["--ttl", "2s"][..], "asked\n"), (&["--ttl", "2s", "--on-lost", "kill"], "")] {
         let (schema, dir) = (support::schema(), Dir::new());
-        // Does not listen to SIGTERM either, and leaves the last moment in which it worked.
-        let script = "trap '' TERM; echo $$ >self; while :; do \
+        // Notes SIGTERM and goes on, and leaves the last moment in which it worked.
+        let script = "trap 'echo asked >asked' TERM; echo $$ >self; while :; do \
                       date +%s%3N >new; mv new worked_at; touch ready; sleep 0.02; done";
         let mut command = running(&schema, &dir, options, script);
         // Renewals find the table locked and get no answer; only this session can read the row.
@@ -90,6 +102,7 @@ fn the_program_is_stopped_before_the_lease_is_over() -> Done {
         let worked_at: i64 = dir.read("worked_at").trim().parse()?;
         // One machine, one clock; others could have had the lock a second later still.
         assert!(worked_at <= end, "{options:?}: worked at {worked_at}, the lease ended at {end}");
+        assert_eq!(dir.read("asked"), asked, "{options:?}");
         transaction.rollback()?;
         assert_eq!(command.end().code(), Some(76));
     }

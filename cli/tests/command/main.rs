@@ -8,6 +8,7 @@
 //! | `periods` | `--once` |
 //! | `leaders` | `elect` |
 //! | `encrypted` | TLS and passwords, by URL and by libpq's variables |
+//! | `page` | docs/command.md shows what is printed |
 //! | `answers` | what the other commands print, and their exit codes |
 //! | `terminal` | what is seen in a terminal: progress, `watch` |
 
@@ -18,6 +19,7 @@ mod encrypted;
 mod endings;
 mod leaders;
 mod losses;
+mod page;
 mod periods;
 mod program;
 mod terminal;

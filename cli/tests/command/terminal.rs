@@ -163,3 +163,18 @@ fn watch_gives_the_terminal_back_when_it_is_ended() -> Done {
     }
     Ok(())
 }
+
+#[test]
+fn a_program_that_asks_the_terminal_does_not_hang_with_the_lock() -> Done {
+    let schema = support::schema();
+    let client = PgLockClient::connect(&schema.url())?;
+    let terminal = Terminal::open(&schema);
+    for (trap, code) in [("", 143), ("trap \"\" TERM;", 137)] {
+        let program = format!("{trap} while :; do read answer </dev/tty; done");
+        terminal.enter(&format!("clear; {SYNCGUARD} run --key key -- sh -c '{program}'; echo ended $?"));
+        let screen = terminal.wait_for("the end", |screen| screen.contains(&format!("\nended {code}")));
+        assert!(screen.contains("wants to talk with the terminal"), "{screen}");
+    }
+    assert!(!client.is_locked("key")?);
+    Ok(())
+}
