@@ -26,7 +26,8 @@ CONNECTION
 EXIT CODES
     0   done                      64  wrong usage
     1   status: the key is free   69  the server cannot be used
-                                  71  the system refused something, such as a process
+        check: something is unsafe
+    71  the system refused something, such as a process
     `run` and `elect` pass on the program's own code and add some: see `syncguard run --help`.";
 
 const RUN_HELP: &str = "\
@@ -106,6 +107,8 @@ pub(crate) enum Action {
     Cleanup(Cleanup),
     /// Create the tables, or find out what is wrong with them
     Setup,
+    /// Look for what makes locks unsafe or slow here: exit code 0 unless something is unsafe, then 1
+    Check,
     /// Measure how long locks take on this server
     Bench(Bench),
     /// Print completions for a shell

@@ -51,7 +51,7 @@ impl Failure {
                 SYSTEM
             }
             Self::Lock(error) => tell_lock_error("", error),
-            Self::At(what, error) => tell_lock_error(what, error),
+            Self::At(what, error) => tell_lock_error(&shortened(what), error),
         }
     }
 }
@@ -67,6 +67,15 @@ fn tell_lock_error(what: &str, error: &LockError) -> u8 {
         ErrorCode::InvalidArgument => USAGE,
         _ => UNAVAILABLE,
     }
+}
+
+/// A name as long as a line can bear it.
+fn shortened(name: &str) -> String {
+    const MOST: usize = 80;
+    if name.chars().count() <= MOST {
+        return name.to_owned();
+    }
+    name.chars().take(MOST).chain(['…']).collect()
 }
 
 /// The causes of an error, a line each.

@@ -11,12 +11,13 @@
 //! | `signals` | signals, as events |
 //! | `progress` | what a wait says in a terminal |
 //! | `show`, `watch` | status, list, waiters; a live table |
-//! | `operate`, `bench` | break, cleanup, setup; how long locks take |
+//! | `operate`, `check`, `bench` | break, cleanup, setup; what is unsafe here; how long locks take |
 //! | `pages` | completions and manual pages |
 //! | `output` | tables, JSON, ages |
 
 mod args;
 mod bench;
+mod check;
 mod child;
 mod choices;
 mod connection;
@@ -74,6 +75,7 @@ fn dispatch(cli: &Cli) -> Ended {
         Action::Break(request) => operate::break_lock(at, request),
         Action::Cleanup(cleanup) => operate::cleanup(at, cleanup),
         Action::Setup => operate::set_up(at),
+        Action::Check => check::check(at),
         Action::Bench(bench) => bench::bench(at, bench),
         Action::Completions(shell) => pages::completions(shell),
         Action::Man(man) => pages::man(man),

@@ -47,6 +47,7 @@ const COUNTS: [(&str, usize); 27] = [
     ("TLS", 12),
     ("HA", 4),
     ("CMD", 13),
+    ("CMD", 14),
 ];
 
 struct Row {

@@ -275,6 +275,27 @@ fn completions_and_manual_pages_name_every_subcommand() -> Done {
 }
 
 #[test]
+fn check_fails_where_something_is_unsafe_and_says_what_mends_it() -> Done {
+    let server = support::Server::start(&support::Config::new());
+    let check = |args: &[&str]| told(&bare().env("SYNCGUARD_URL", server.url()).args(args).output().unwrap());
+    assert_eq!(check(&["setup"]).0, 0);
+    for (fsync, found) in [("on", false), ("off", true)] {
+        server.configure("fsync", fsync);
+        let (code, out, err) = check(&["check", "--json"]);
+        let findings = json(&out);
+        let findings = findings.as_array().expect("an array");
+        let of_fsync = findings.iter().find(|finding| finding["code"] == "fsync");
+        assert_eq!((of_fsync.is_some(), err.as_str()), (found, ""), "{out}");
+        let is_unsafe = findings.iter().any(|finding| finding["severity"] == "unsafe");
+        assert_eq!(code, i32::from(is_unsafe), "{out}");
+    }
+    let (code, out, _) = check(&["check"]);
+    assert!(code == 1 && out.contains("unsafe  fsync: fsync = off\n        "), "{out}");
+    assert!(out.contains("mend with: ALTER SYSTEM SET fsync = on") && out.contains(" UNSAFE, "), "{out}");
+    Ok(())
+}
+
+#[test]
 fn help_names_the_exit_codes() {
     let schema = support::schema();
     let (code, out, _) = said(&schema, &["run", "--help"]);
