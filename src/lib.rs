@@ -168,6 +168,8 @@
 //!   serialised and deserialised, under the names that other SyncGuard clients use.
 //! * `rustls`, `native-tls`: TLS by connection string (`sslmode`, `sslrootcert` and so on), by rustls with ring
 //!   or by the library of the system; with both it is rustls. `docs/connecting.md` in the repository has the rest.
+//! * `metrics`, `tracing`: operations and whole locks for the crates of those names, by
+//!   [`TelemetryOptions`]; `docs/metrics.md` in the repository lists the names.
 //!
 //! # Async programs
 //!
@@ -217,8 +219,8 @@ pub use error::{ErrorCode, LockError, Result};
 pub use model::fence::{FENCE_MAX, FENCE_WARN, Fence};
 
 pub use backend::{
-    AcquireResult, Acquired, Capabilities, ExtendResult, LockBackend, LockInfo, LockInfoRaw, Lookup,
-    LostReason, Reason, ReleaseResult, Slot,
+    AcquireResult, Acquired, Capabilities, ExtendResult, LockBackend, LockEnding, LockInfo, LockInfoRaw,
+    LockKind, Lookup, LostReason, Reason, ReleaseResult, Slot,
 };
 
 pub use advisory::{
@@ -232,7 +234,8 @@ pub use leases::{
 };
 pub use memory::MemoryBackend;
 pub use telemetry::{
-    EventResult, LockEvent, Operation, Telemetry, TelemetryHandle, TelemetryOptions, with_telemetry,
+    EventResult, LockEvent, LockSummary, Operation, Telemetry, TelemetryHandle, TelemetryOptions,
+    with_telemetry,
 };
 
 // How keys, fences and ids look: every SyncGuard client computes the same.

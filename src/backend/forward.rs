@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use crate::backend::{
-    AcquireResult, Attempt, AttemptAll, BeginOutcome, BeginRun, Capabilities, ExtendOutcome, Grant, GrantAll,
-    Holder, LockBackend, LockInfo, LockInfoRaw, Lookup, MarkOutcome, MarkRun, MarkStep, OnHeard,
-    PermitAttempt, PermitGrant, ReleaseOutcome, RenewOutcome, Renewal, Watch,
+    AcquireResult, Attempt, AttemptAll, BeginOutcome, BeginRun, Capabilities, Connections, ExtendOutcome,
+    Grant, GrantAll, Holder, LockBackend, LockCourse, LockInfo, LockInfoRaw, Lookup, MarkOutcome, MarkRun,
+    MarkStep, OnHeard, PermitAttempt, PermitGrant, ReleaseOutcome, RenewOutcome, Renewal, Watch,
 };
 use crate::cancel::CancelToken;
 use crate::error::Result;
@@ -93,6 +93,12 @@ macro_rules! forward {
             }
             fn completion_statement(&self, run: &MarkRun<'_>) -> Result<String> {
                 (**self).completion_statement(run)
+            }
+            fn follow(&self, course: &LockCourse<'_>) {
+                (**self).follow(course);
+            }
+            fn connections(&self) -> Option<Connections> {
+                (**self).connections()
             }
             fn clock(&self) -> Clock {
                 (**self).clock()

@@ -50,6 +50,7 @@
 //! Then put it through the contract suite: the package `syncguard-contract` has every case as a test, and
 //! shows how to run them.
 
+mod course;
 mod forward;
 mod info;
 mod once;
@@ -67,6 +68,7 @@ use crate::model::lock_id::LockId;
 use crate::model::time::Ttl;
 
 pub use crate::model::time::{Clock, Moment};
+pub use course::{Connections, LockCourse, LockEnding, LockKind, LockStage};
 pub use info::{Capabilities, Holder, LockInfo, LockInfoRaw, Lookup, TimeAuthority};
 pub use once::{BeginOutcome, BeginRun, BegunRun, MarkOutcome, MarkRun, MarkStep, Slot};
 pub use outcome::{
@@ -350,6 +352,17 @@ pub trait LockBackend: Send + Sync {
         Err(LockError::invalid(
             "this backend keeps its marks outside the database of the transaction: let run_once mark the slot",
         ))
+    }
+
+    /// Hears how far a call of a client has come, from its beginning to the end of what it got: for telemetry.
+    /// Called on callers' threads and on the client's, so it must not block. The default does nothing.
+    fn follow(&self, course: &LockCourse<'_>) {
+        let _ = course;
+    }
+
+    /// The connections that it has, for telemetry. The default has none.
+    fn connections(&self) -> Option<Connections> {
+        None
     }
 
     /// The clock that local deadlines are counted on.

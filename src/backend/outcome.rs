@@ -305,6 +305,23 @@ pub enum LostReason {
     Closed,
 }
 
+impl LostReason {
+    /// One word, the same for every fence: `expired`, `taken_over`, `row_missing`, `unreachable`,
+    /// `renewal_refused`, `max_hold` or `closed`.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Expired => "expired",
+            Self::TakenOver { .. } => "taken_over",
+            Self::RowMissing => "row_missing",
+            Self::Unreachable => "unreachable",
+            Self::RenewalRefused => "renewal_refused",
+            Self::MaxHold => "max_hold",
+            Self::Closed => "closed",
+        }
+    }
+}
+
 impl fmt::Display for LostReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use crate::backend::{
-    AcquireResult, Attempt, AttemptAll, BeginOutcome, BeginRun, Capabilities, ExtendOutcome, Grant, GrantAll,
-    Holder, LockBackend, LockInfo, LockInfoRaw, Lookup, MarkOutcome, MarkRun, MarkStep, OnHeard,
-    PermitAttempt, PermitGrant, ReleaseOutcome, RenewOutcome, Renewal, Watch,
+    AcquireResult, Attempt, AttemptAll, BeginOutcome, BeginRun, Capabilities, Connections, ExtendOutcome,
+    Grant, GrantAll, Holder, LockBackend, LockCourse, LockInfo, LockInfoRaw, Lookup, MarkOutcome, MarkRun,
+    MarkStep, OnHeard, PermitAttempt, PermitGrant, ReleaseOutcome, RenewOutcome, Renewal, Watch,
 };
 use crate::cancel::CancelToken;
 use crate::client::PgLockClient;
@@ -99,6 +99,12 @@ impl LockBackend for PgLockClient {
     }
     fn completion_statement(&self, run: &MarkRun<'_>) -> Result<String> {
         self.locks.backend().completion_statement(run)
+    }
+    fn follow(&self, course: &LockCourse<'_>) {
+        self.locks.backend().follow(course);
+    }
+    fn connections(&self) -> Option<Connections> {
+        self.locks.backend().connections()
     }
     fn clock(&self) -> Clock {
         self.locks.backend().clock()

@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use crate::backend::{
-    AcquireResult, Attempt, AttemptAll, BeginOutcome, BeginRun, Capabilities, ExtendOutcome, Grant, GrantAll,
-    Holder, LockBackend, LockInfo, LockInfoRaw, Lookup, MarkOutcome, MarkRun, MarkStep, OnHeard,
-    PermitAttempt, PermitGrant, ReleaseOutcome, RenewOutcome, Renewal, TimeAuthority, Watch,
+    AcquireResult, Attempt, AttemptAll, BeginOutcome, BeginRun, Capabilities, Connections, ExtendOutcome,
+    Grant, GrantAll, Holder, LockBackend, LockInfo, LockInfoRaw, Lookup, MarkOutcome, MarkRun, MarkStep,
+    OnHeard, PermitAttempt, PermitGrant, ReleaseOutcome, RenewOutcome, Renewal, TimeAuthority, Watch,
 };
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
@@ -163,6 +163,10 @@ impl LockBackend for PostgresBackend {
 
     fn completion_statement(&self, run: &MarkRun<'_>) -> Result<String> {
         once::completion(self, run)
+    }
+
+    fn connections(&self) -> Option<Connections> {
+        self.database.connections()
     }
 
     fn operation_timeout(&self) -> Duration {

@@ -3,17 +3,18 @@
 //! What was granted and is not handed out is released by the worker: after too late an answer, an
 //! unknown outcome, or a close meanwhile.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use crate::backend::{
-    Attempt, AttemptAll, Grant, GrantAll, Holder, LockBackend, LostReason, PermitAttempt, RenewOutcome,
-    Renewal,
+    Attempt, AttemptAll, Grant, GrantAll, Holder, LockBackend, LockEnding, LockKind, LostReason,
+    PermitAttempt, RenewOutcome, Renewal,
 };
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::lock::backend_call::change;
 use crate::lock::background;
+use crate::lock::course::{Course, failed};
 use crate::lock::engine::{Engine, Handle};
 use crate::lock::lease::{Lease, Terms};
 use crate::lock::lease_set::LeaseSet;
@@ -30,6 +31,7 @@ pub(super) struct LockCall {
     pub(super) handle: Arc<Handle>,
     /// The key, or the name of a semaphore.
     pub(super) key: Arc<str>,
+    pub(super) kind: LockKind,
     /// How many permits the semaphore has, if one of them is asked for.
     pub(super) permits: Option<u32>,
     /// Where several keys are asked for at once: those after the first, by their bytes.
@@ -86,12 +88,25 @@ impl LockCall {
     pub(super) fn try_lock(&self) -> Result<Option<Leases>> {
         self.token.check()?;
         let _entered = self.engine().enter()?;
+        let course = self.begin();
         let end = self.engine().call_deadline(Moment::NEVER);
-        self.prepare(end)?;
-        match self.attempt(end)? {
-            AttemptResult::Granted(leases) => Ok(Some(leases)),
-            AttemptResult::Taken { .. } | AttemptResult::TooLate => Ok(None),
+        let answer = self.prepare(end).and_then(|()| self.attempt(end, (&course, 1)));
+        match answer {
+            Ok(AttemptResult::Granted(leases)) => Ok(Some(leases)),
+            Ok(AttemptResult::Taken { .. } | AttemptResult::TooLate) => {
+                course.not_granted(self.engine().told(), 1, LockEnding::Busy);
+                Ok(None)
+            }
+            Err(error) => {
+                course.not_granted(self.engine().told(), 1, failed(&error));
+                Err(error)
+            }
         }
+    }
+
+    /// From here on it is told what becomes of this call.
+    pub(super) fn begin(&self) -> Arc<Course> {
+        Course::begin(self.engine().told(), self.kind, &self.key, 1 + self.other_keys.len())
     }
 
     /// What must be there before the first lease: threads that look after it, and a way to renew it.
@@ -105,9 +120,9 @@ impl LockCall {
     }
 
     /// Asks the server once, by `end` at the latest.
-    pub(super) fn attempt(&self, end: Moment) -> Result<AttemptResult> {
+    pub(super) fn attempt(&self, end: Moment, course: (&Arc<Course>, u64)) -> Result<AttemptResult> {
         if !self.other_keys.is_empty() {
-            return self.attempt_all(end);
+            return self.attempt_all(end, course);
         }
         let Self { handle, key, permits, options, token, .. } = self;
         let engine = handle.engine();
@@ -119,7 +134,7 @@ impl LockCall {
         let Some((key, grant)) = answer else {
             return Ok(AttemptResult::Taken { index: 0, holder: None });
         };
-        let leases = self.hold(&key, (end, sent), grant)?;
+        let leases = self.hold(&key, (end, sent), grant, course)?;
         Ok(leases.map_or(AttemptResult::TooLate, AttemptResult::Granted))
     }
 
@@ -129,16 +144,17 @@ impl LockCall {
         key: &Arc<str>,
         (end, sent): (Moment, Moment),
         grant: Grant,
+        course: (&Arc<Course>, u64),
     ) -> Result<Option<Leases>> {
         let Some(granted) = with_time_left(self.engine(), key, self.options.ttl, end, sent, grant) else {
             return Ok(None);
         };
         let first = self.guard_state(key, granted, CancelToken::new(), None);
-        self.register(Leases { first, others: Vec::new() }).map(Some)
+        self.register(Leases { first, others: Vec::new() }, course).map(Some)
     }
 
     /// The same for several keys. Their leases are one set, so that they are lost together.
-    fn attempt_all(&self, end: Moment) -> Result<AttemptResult> {
+    fn attempt_all(&self, end: Moment, course: (&Arc<Course>, u64)) -> Result<AttemptResult> {
         let engine = self.engine();
         let sent = engine.clock.now();
         let keys: Vec<&Arc<str>> = self.keys().collect();
@@ -174,7 +190,7 @@ impl LockCall {
         let mut states = states.into_iter();
         match states.next() {
             Some(first) => {
-                self.register(Leases { first, others: states.collect() }).map(AttemptResult::Granted)
+                self.register(Leases { first, others: states.collect() }, course).map(AttemptResult::Granted)
             }
             None => Ok(AttemptResult::TooLate),
         }
@@ -209,13 +225,19 @@ impl LockCall {
             on_lost: options.on_lost.clone(),
             on_release_error: options.on_release_error.clone().or_else(|| engine.on_release_error.clone()),
             taken_by: std::thread::current(),
+            holding: OnceLock::new(),
         })
     }
 
     /// Takes the leases into the registry. After a close nobody gets them: what was there before it was
     /// released by it, and the rest is released here.
-    fn register(&self, leases: Leases) -> Result<Leases> {
+    fn register(&self, leases: Leases, (course, attempts): (&Arc<Course>, u64)) -> Result<Leases> {
         let engine = self.engine();
+        // Told before anybody can lose or end them.
+        let holding = course.granted(engine.told(), attempts);
+        for state in leases.iter() {
+            state.holding.get_or_init(|| Arc::clone(&holding));
+        }
         let mut closed = false;
         for state in leases.iter() {
             if !engine.registry.register(state) {
@@ -224,6 +246,7 @@ impl LockCall {
             }
         }
         if closed {
+            holding.end(engine.told(), LockEnding::Lost(LostReason::Closed));
             engine.check_open()?;
         }
         Ok(leases)

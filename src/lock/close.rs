@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use crate::backend::LostReason;
+use crate::backend::{LockEnding, LostReason};
 use crate::lock::engine::Engine;
 use crate::lock::registry::{PendingRelease, ReleaseTotals};
 use crate::lock::report::ReleaseSource;
@@ -88,6 +88,7 @@ fn unregister_guards(engine: &Engine) -> usize {
         };
         engine.registry.unregister(&state);
         if let Some(reason) = lost {
+            state.tell_end(engine.told(), LockEnding::Lost(reason));
             engine.registry.notify_lost(&state, reason, now);
         }
         if ended {

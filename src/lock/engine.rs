@@ -18,6 +18,7 @@ use crate::backend::{LockBackend, ReleaseOutcome};
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::lock::backend_call::ask;
+use crate::lock::course::Told;
 use crate::lock::registry::{PendingRelease, Registry};
 use crate::lock::report::{OnReleaseError, ReleaseErrorContext, ReleaseSource};
 use crate::model::key::{semaphore_of, waited_for};
@@ -119,6 +120,11 @@ impl Engine {
     /// Whether this process is a fork of the one that made the client.
     pub(super) fn is_forked(&self) -> bool {
         self.process != std::process::id()
+    }
+
+    /// Who hears of the course of calls, and the time that is told.
+    pub(super) fn told(&self) -> Told<'_> {
+        (&*self.backend, self.clock.now())
     }
 
     pub(super) fn check_process(&self) -> Result<()> {

@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::backend::{Acquired, ExtendResult, LockBackend, LostReason, ReleaseResult};
+use crate::backend::{Acquired, ExtendResult, LockBackend, LockEnding, LostReason, ReleaseResult};
 use crate::cancel::CancelToken;
 use crate::error::Result;
 use crate::lock::attempt::Leases;
@@ -329,6 +329,8 @@ impl LockGuard {
         if self.engine().is_forked() {
             return grant; // The parent's guard goes on with it.
         }
+        let lost = self.state.lease.lock().lost();
+        self.state.tell_end(self.engine().told(), lost.map_or(LockEnding::Leaked, LockEnding::Lost));
         // Nothing is released: whoever ends the lease first acts, and we choose not to.
         let _ = self.finish(self.source);
         grant

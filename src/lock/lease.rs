@@ -97,6 +97,8 @@ pub(super) struct Lease {
     lost: Option<LostReason>,
     ended: bool,
     last: Answer,
+    /// When the last operation was sent that was confirmed.
+    confirmed: Moment,
     /// Whether the next renewal must not share a call with others.
     alone: bool,
     next_flight: u32,
@@ -117,6 +119,7 @@ impl Lease {
             lost: None,
             ended: false,
             last: Answer::Given,
+            confirmed: terms.sent,
             alone: false,
             next_flight: 0,
             flights: Vec::new(),
@@ -160,6 +163,11 @@ impl Lease {
     pub(super) fn next_renewal(&self) -> Moment {
         let over = self.lost.is_some() || self.ended || self.next_renewal >= self.end();
         if over || self.renewing() { Moment::NEVER } else { self.next_renewal }
+    }
+
+    /// When the last operation was sent that was confirmed.
+    pub(super) fn confirmed(&self) -> Moment {
+        self.confirmed
     }
 
     /// Whether the next renewal must go alone.
@@ -270,6 +278,7 @@ impl Lease {
     fn confirm(&mut self, flight: &Flight) {
         self.deadline = self.deadline.max(flight.sent.after(flight.least));
         self.alone = false;
+        self.confirmed = self.confirmed.max(flight.sent);
         if flight.kind == Kind::Extend {
             self.ttl = flight.ttl;
         }

@@ -24,6 +24,7 @@ mod attempt;
 mod backend_call;
 mod background;
 mod close;
+mod course;
 mod election;
 mod engine;
 mod extend;
@@ -52,8 +53,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::backend::{
-    AcquireResult, Capabilities, ExtendResult, LockBackend, LockInfo, LockInfoRaw, Lookup, ReleaseResult,
-    Slot, check_count, no_keys,
+    AcquireResult, Capabilities, ExtendResult, LockBackend, LockInfo, LockInfoRaw, LockKind, Lookup,
+    ReleaseResult, Slot, check_count, no_keys,
 };
 use crate::cancel::CancelToken;
 use crate::error::Result;
@@ -396,7 +397,7 @@ impl LockClient {
         options: &LockOptions,
         lead: impl FnMut(&Term) -> ControlFlow<T>,
     ) -> Result<T> {
-        let call = self.call(key, &options.without_limits())?;
+        let call = LockCall { kind: LockKind::Term, ..self.call(key, &options.without_limits())? };
         let key = Arc::clone(&call.key);
         election::elect(call, lead).map_err(|error| error.with_key(&*key))
     }
@@ -494,7 +495,7 @@ impl LockClient {
         job: impl FnOnce(&Run) -> Result<T, E>,
     ) -> Result<RunOnce<T, E>> {
         slot.check()?;
-        let call = self.call(name, options)?;
+        let call = LockCall { kind: LockKind::Run, ..self.call(name, options)? };
         once::run_once(&call, slot, job).map_err(|error| error.with_key(&*call.key))
     }
 
@@ -747,6 +748,7 @@ impl LockClient {
         Ok(LockCall {
             handle: Arc::clone(&self.handle),
             key,
+            kind: LockKind::Lock,
             permits: None,
             other_keys: Vec::new(),
             options,
@@ -767,6 +769,7 @@ impl LockClient {
         Ok(LockCall {
             handle: Arc::clone(&self.handle),
             key,
+            kind: LockKind::Set,
             permits: None,
             other_keys: normal.into_iter().collect(),
             options,

@@ -13,11 +13,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crate::backend::{
-    Attempt, BeginOutcome, BeginRun, BegunRun, LockBackend, LostReason, MarkOutcome, MarkRun, MarkStep, Slot,
+    Attempt, BeginOutcome, BeginRun, BegunRun, LockBackend, LockEnding, LostReason, MarkOutcome, MarkRun,
+    MarkStep, Slot,
 };
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::lock::attempt::{LockCall, under_own_id};
+use crate::lock::course::{Course, failed};
 use crate::lock::guard::LockGuard;
 use crate::model::fence::Fence;
 use crate::model::time::Moment;
@@ -284,6 +286,20 @@ fn begin<T, E>(call: &LockCall, slot: Slot) -> Result<Result<Run, RunOnce<T, E>>
     call.token.check()?;
     let engine = call.engine();
     let _entered = engine.enter()?;
+    let course = call.begin();
+    let begun = begin_told(call, slot, &course);
+    let ending = match &begun {
+        Ok(Ok(_)) => return begun,
+        Ok(Err(RunOnce::AlreadyDone)) => LockEnding::SlotDone,
+        Ok(Err(_)) => LockEnding::Busy,
+        Err(error) => failed(error),
+    };
+    course.not_granted(engine.told(), 1, ending);
+    begun
+}
+
+fn begin_told<T, E>(call: &LockCall, slot: Slot, course: &Arc<Course>) -> Result<Result<Run, RunOnce<T, E>>> {
+    let engine = call.engine();
     let end = engine.call_deadline(Moment::NEVER);
     call.prepare(end)?;
     let sent = engine.clock.now();
@@ -297,7 +313,7 @@ fn begin<T, E>(call: &LockCall, slot: Slot) -> Result<Result<Run, RunOnce<T, E>>
         BeginOutcome::AlreadyDone => return Ok(Err(RunOnce::AlreadyDone)),
         BeginOutcome::Running => return Ok(Err(RunOnce::Running)),
     };
-    let Some(leases) = call.hold(&call.key, (end, sent), grant)? else {
+    let Some(leases) = call.hold(&call.key, (end, sent), grant, (course, 1))? else {
         return Ok(Err(RunOnce::Running));
     };
     let guard = LockGuard::new(Arc::clone(&call.handle), leases);

@@ -6,14 +6,15 @@
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::thread::Thread;
 use std::time::Duration;
 
-use crate::backend::{Acquired, LostReason, Renewal, Version};
+use crate::backend::{Acquired, LockEnding, LostReason, Renewal, Version};
 use crate::cancel::CancelToken;
 use crate::error::LockError;
+use crate::lock::course::{Holding, Told};
 use crate::lock::lease::{Lease, Outcome};
 use crate::lock::lease_set::LeaseSet;
 use crate::lock::options::OnLost;
@@ -41,9 +42,18 @@ pub(super) struct GuardState {
     pub(super) on_release_error: Option<OnReleaseError>,
     /// The thread that took it.
     pub(super) taken_by: Thread,
+    /// What is told of it. Known before anybody else knows the lease.
+    pub(super) holding: OnceLock<Arc<Holding>>,
 }
 
 impl GuardState {
+    /// Tells, once, that it is over.
+    pub(super) fn tell_end(&self, told: Told<'_>, ending: LockEnding) {
+        if let Some(holding) = self.holding.get() {
+            holding.end(told, ending);
+        }
+    }
+
     /// What a renewal of it asks for.
     pub(super) fn renewal(&self, version: Option<Version>, ttl: Duration) -> Renewal<'_> {
         Renewal { key: &self.key, lock_id: &self.lock_id, fence: self.fence, version, ttl }
@@ -90,6 +100,12 @@ pub(super) enum Callback {
 
 /// A lost lease, for the log.
 pub(super) struct LostLease(Arc<GuardState>, LostReason);
+
+impl LostLease {
+    pub(super) fn tell(&self, told: Told<'_>) {
+        self.0.tell_end(told, LockEnding::Lost(self.1));
+    }
+}
 
 impl fmt::Display for LostLease {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

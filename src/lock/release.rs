@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::backend::{LockBackend, LostReason, ReleaseOutcome, RenewOutcome, Renewal};
+use crate::backend::{LockBackend, LockEnding, LostReason, ReleaseOutcome, RenewOutcome, Renewal};
 use crate::error::{ErrorCode, LockError, Result};
 use crate::lock::backend_call::change;
 use crate::lock::engine::Engine;
@@ -25,13 +25,14 @@ pub(super) fn end_lease(
     source: ReleaseSource,
 ) -> Option<PendingRelease> {
     let now = engine.clock.now();
-    let (first, over_at, lease_end) = {
+    let (first, lost, over_at, lease_end) = {
         let mut lease = state.lease.lock();
-        (lease.end_now(), lease.surely_over(now), lease.end())
+        (lease.end_now(), lease.lost(), lease.surely_over(now), lease.end())
     };
     if !first {
         return None;
     }
+    state.tell_end((&*engine.backend, now), lost.map_or(LockEnding::Released, LockEnding::Lost));
     engine.registry.unregister(state);
     Some(PendingRelease::of(state, source, over_at, lease_end))
 }

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::backend::LockBackend;
+use crate::backend::{LockBackend, LockKind};
 use crate::cancel::CancelToken;
 use crate::error::Result;
 use crate::lock::attempt::LockCall;
@@ -180,7 +180,15 @@ impl Semaphore {
         let options = options.resolve()?;
         let token = self.token.and(&options.cancel);
         let (handle, key) = (Arc::clone(&self.handle), Arc::clone(&self.name));
-        Ok(LockCall { handle, key, permits: Some(self.limit), other_keys: Vec::new(), options, token })
+        Ok(LockCall {
+            handle,
+            key,
+            kind: LockKind::Permit,
+            permits: Some(self.limit),
+            other_keys: Vec::new(),
+            options,
+            token,
+        })
     }
 }
 

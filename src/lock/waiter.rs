@@ -23,6 +23,7 @@ use crate::cancel::Subscription;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::lock::attempt::{AttemptResult, Leases, LockCall};
 use crate::lock::backend_call::ask;
+use crate::lock::course::{Course, failed};
 use crate::lock::engine::Engine;
 use crate::model::fence::Fence;
 use crate::model::time::Moment;
@@ -36,6 +37,22 @@ pub(super) fn lock(call: LockCall) -> Result<Leases> {
     call.token.check()?;
     let handle = Arc::clone(&call.handle);
     let _entered = handle.engine().enter()?;
+    let course = call.begin();
+    let mut waiter = None;
+    let result = wait(call, (start, end), &course, &mut waiter);
+    if let Err(error) = &result {
+        let attempts = waiter.map_or(0, |waiter| waiter.attempts);
+        course.not_granted(handle.engine().told(), attempts, failed(error));
+    }
+    result
+}
+
+fn wait(
+    call: LockCall,
+    (start, end): (Moment, Moment),
+    course: &Arc<Course>,
+    waiter: &mut Option<Waiter>,
+) -> Result<Leases> {
     // Without any time, the wait says so better.
     if start < end {
         call.prepare(end)?;
@@ -46,7 +63,8 @@ pub(super) fn lock(call: LockCall) -> Result<Leases> {
     } else {
         (Some(Arc::clone(&call.key)), call.engine().queue.join(&call.queue_key()?))
     };
-    let mut waiter = Waiter {
+    let waiter = waiter.insert(Waiter {
+        course: Arc::clone(course),
         call,
         waits_for,
         place,
@@ -59,7 +77,7 @@ pub(super) fn lock(call: LockCall) -> Result<Leases> {
         attempts: 0,
         conflict: None,
         holder: None,
-    };
+    });
     let result = waiter.run();
     result.map_err(|error| match &waiter.waits_for {
         // What is unknown is so of all keys.
@@ -86,6 +104,7 @@ const WATCH_AFTER: Duration = Duration::from_millis(30);
 const WATCH_AGAIN: Duration = Duration::from_secs(1);
 
 struct Waiter {
+    course: Arc<Course>,
     call: LockCall,
     /// The key that is in the way; unknown to whoever wants several until one has refused it.
     waits_for: Option<Arc<str>>,
@@ -256,7 +275,7 @@ impl Waiter {
             self.conflict = None;
             return Ok(None);
         }
-        match self.call.attempt(self.end) {
+        match self.call.attempt(self.end, (&self.course, self.attempts)) {
             Ok(AttemptResult::Granted(leases)) => return Ok(Some(leases)),
             Ok(AttemptResult::Taken { index, holder }) => {
                 self.conflict = None;

@@ -85,7 +85,10 @@ pub(super) fn drain(engine: &Engine, go_on: impl Fn() -> bool) {
 
 fn do_job(engine: &Engine, job: Job) {
     match job {
-        Job::Log(lost) => lost.into_iter().for_each(|lost| ignore_panic(move || log::warn!("{lost}"))),
+        Job::Log(lost) => lost.into_iter().for_each(|lost| {
+            lost.tell(engine.told());
+            ignore_panic(move || log::warn!("{lost}"));
+        }),
         Job::Renew(due) => renew(engine, due),
         Job::Release(pending) => {
             ignore_panic(|| run_release(engine, *pending));
@@ -176,6 +179,7 @@ fn renew(engine: &Engine, due: Vec<Arc<GuardState>>) {
 
 fn renew_batch(engine: &Engine, due: Vec<Arc<GuardState>>) {
     let now = engine.clock.now();
+    let sent = now;
     let mut flights = Vec::with_capacity(due.len());
     let mut rest = engine.backend.operation_timeout();
     for state in &due {
@@ -202,6 +206,7 @@ fn renew_batch(engine: &Engine, due: Vec<Arc<GuardState>>) {
             flights.iter().map(|(state, _, version, ttl)| state.renewal(*version, *ttl)).collect();
         let deadline = now.after(rest.max(SHORTEST_CALL.min(engine.backend.operation_timeout())));
         let answers = catch_panic(|| engine.backend.renew(&renewals, deadline)).unwrap_or_default();
+        let mut gaps = Vec::with_capacity(flights.len());
         let mut answers_in_turn = answers.iter();
         let now = engine.clock.now();
         for (state, id, ..) in flights {
@@ -215,9 +220,16 @@ fn renew_batch(engine: &Engine, due: Vec<Arc<GuardState>>) {
                 Some(Err(error)) if is_refusal(error) => Outcome::Refused,
                 Some(Err(_)) | None => Outcome::Unknown,
             };
+            let gap = sent.since(state.lease.lock().confirmed());
             engine.registry.finish(state, id, now, outcome);
+            if let (Outcome::Confirmed { .. }, Some(holding)) = (outcome, state.holding.get()) {
+                gaps.push((Arc::clone(holding), gap));
+            }
         }
         // Only now: a logger may block, and what was answered in time must not be booked late.
+        for (holding, gap) in gaps {
+            holding.renewed(engine.told(), gap);
+        }
         note_failures(engine, &answers);
     }
     for state in due {

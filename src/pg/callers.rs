@@ -57,6 +57,11 @@ impl<M: ManageConnection<Connection = Client>> Pool for CallersPool<M> {
         self.pool.as_ref().map_or(0, r2d2::Pool::max_size)
     }
 
+    fn in_use(&self) -> u32 {
+        let state = self.pool.as_ref().map(r2d2::Pool::state);
+        state.map_or(0, |state| state.connections.saturating_sub(state.idle_connections))
+    }
+
     fn check_open(&self) -> Result<()> {
         LockError::check_process(self.process)?;
         if self.closed.load(Ordering::SeqCst) { Err(LockError::closed()) } else { Ok(()) }

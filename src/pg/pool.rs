@@ -33,6 +33,9 @@ pub(crate) trait Pool: Send + Sync {
 
     fn max_size(&self) -> u32;
 
+    /// How many of its places are lent just now.
+    fn in_use(&self) -> u32;
+
     /// Refuses where nothing is to be lent any more.
     fn check_open(&self) -> Result<()>;
 

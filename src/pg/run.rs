@@ -4,6 +4,7 @@
 
 use std::time::{Duration, Instant};
 
+use crate::backend::Connections;
 use crate::cancel::CancelToken;
 use crate::error::{LockError, Result};
 use crate::model::time::{Clock, Moment, deadline_after};
@@ -71,6 +72,11 @@ impl Database {
     /// Where its connections come from, for those who keep one.
     pub(crate) fn source(&self) -> &Source {
         &self.source
+    }
+
+    /// See [`Source::connections`].
+    pub(crate) fn connections(&self) -> Option<Connections> {
+        self.source.connections()
     }
 
     pub(crate) fn operation_timeout(&self) -> Duration {

@@ -138,6 +138,11 @@ impl Pool for OwnPool {
         self.0.max
     }
 
+    fn in_use(&self) -> u32 {
+        let state = self.0.built().as_ref().map(r2d2::Pool::state);
+        state.map_or(0, |state| state.connections.saturating_sub(state.idle_connections))
+    }
+
     fn check_open(&self) -> Result<()> {
         LockError::check_process(self.0.process)?;
         if self.0.closed.load(Ordering::SeqCst) { Err(LockError::closed()) } else { Ok(()) }

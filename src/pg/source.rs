@@ -8,6 +8,7 @@ use postgres::Client;
 use postgres::fallible_iterator::FallibleIterator;
 use r2d2::ManageConnection;
 
+use crate::backend::Connections;
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::model::time::deadline_after;
@@ -151,6 +152,13 @@ impl Source {
     /// An idle connection of ours on which a session lock's timer still runs.
     pub(crate) fn take_timed(&self) -> Option<Connection> {
         self.operations.take_timed().map(Connection)
+    }
+
+    /// How many connections of operations are lent just now, and the most that may be; in a forked child nobody
+    /// may ask.
+    pub(crate) fn connections(&self) -> Option<Connections> {
+        let ours = self.process == std::process::id();
+        ours.then(|| Connections::new(self.operations.in_use(), self.operations.max_size()))
     }
 
     /// Idle connections of ours are not trusted any more: a restart of the server, or a firewall, has

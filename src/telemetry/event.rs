@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use crate::backend::Reason;
 use crate::error::ErrorCode;
+use crate::telemetry::course::LockSummary;
 use crate::threads::UserValue;
 
 /// Which of the five operations an event is about.
@@ -139,7 +140,12 @@ pub struct TelemetryOptions {
     pub(super) raw: Raw,
     pub(super) capacity: usize,
     pub(super) flush_timeout: Duration,
+    pub(super) on_lock: Option<OnLock>,
+    pub(super) metrics: bool,
+    pub(super) tracing: bool,
 }
+
+type OnLock = UserValue<Arc<dyn Fn(&LockSummary) + Send + Sync>>;
 
 type OnEvent = UserValue<Arc<dyn Fn(&LockEvent) + Send + Sync>>;
 type Permit = UserValue<Arc<dyn Fn(&LockEvent) -> bool + Send + Sync>>;
@@ -162,7 +168,50 @@ impl TelemetryOptions {
             raw: Raw::Never,
             capacity: 16_384,
             flush_timeout: Duration::from_secs(1),
+            on_lock: None,
+            metrics: false,
+            tracing: false,
         }
+    }
+
+    /// Calls `on_lock` for the whole of each lock, set, permit, term and run: once, when what it took has ended,
+    /// or it has got nothing. On the same thread as the other events, and as free in what it does. Raw
+    /// operations, which have no guard, are not among them.
+    pub fn on_lock(mut self, on_lock: impl Fn(&LockSummary) + Send + Sync + 'static) -> Self {
+        self.on_lock = Some(UserValue::new(Arc::new(on_lock)));
+        self
+    }
+
+    /// Has the recorder of the crate [`metrics`](https://docs.rs/metrics) told of all events: the feature
+    /// `metrics`. `docs/metrics.md` in the repository has the names. They are told on the telemetry thread;
+    /// without a recorder nothing happens.
+    ///
+    /// ```
+    /// let options = syncguard::TelemetryOptions::new(|_| {}).with_metrics();
+    /// ```
+    #[cfg(feature = "metrics")]
+    pub fn with_metrics(mut self) -> Self {
+        self.metrics = true;
+        self
+    }
+
+    /// Has the subscriber of the crate [`tracing`](https://docs.rs/tracing) told of all events: the feature
+    /// `tracing`. Operations are events of the target `syncguard::operation` at debug level, whole locks of
+    /// `syncguard::lock` at info level, or warn if they were lost. They come from the telemetry thread: a
+    /// subscriber must be the global one, and they are in no span.
+    ///
+    /// ```
+    /// let options = syncguard::TelemetryOptions::new(|_| {}).with_tracing();
+    /// ```
+    #[cfg(feature = "tracing")]
+    pub fn with_tracing(mut self) -> Self {
+        self.tracing = true;
+        self
+    }
+
+    /// Whether anybody hears of whole locks.
+    pub(super) fn follows(&self) -> bool {
+        self.on_lock.is_some() || self.metrics || self.tracing
     }
 
     /// Whether events carry raw keys and lock ids. Off by default.

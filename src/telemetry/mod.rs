@@ -20,7 +20,11 @@
 //! | `mark_run` | one `release`, `ok` if the mark is there and the lease has ended by it; none for a claim |
 //! | any call that ends with an error | `fail` without reason, and the error's code |
 //!
-//! Retries are several events: one for each call of the backend.
+//! Retries are several events: one for each call of the backend. The whole of a lock, from the beginning of its
+//! wait to its end, is one [`LockSummary`], for [`on_lock`](TelemetryOptions::on_lock).
+//!
+//! The features `metrics` and `tracing` hand both to the crates of those names: `with_metrics` and `with_tracing`
+//! of the options.
 //!
 //! ```
 //! use std::sync::{Arc, Mutex};
@@ -44,17 +48,23 @@
 //! # Ok::<(), syncguard::LockError>(())
 //! ```
 
+mod course;
 mod event;
 mod queue;
+#[cfg(feature = "metrics")]
+mod to_metrics;
+#[cfg(feature = "tracing")]
+mod to_tracing;
 
 use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::backend::{
-    AcquireResult, Attempt, AttemptAll, BeginOutcome, BeginRun, Capabilities, ExtendOutcome, Grant, GrantAll,
-    Holder, LockBackend, LockInfo, LockInfoRaw, Lookup, LostReason, MarkOutcome, MarkRun, MarkStep, OnHeard,
-    PermitAttempt, PermitGrant, Reason, ReleaseOutcome, RenewOutcome, Renewal, Watch,
+    AcquireResult, Attempt, AttemptAll, BeginOutcome, BeginRun, Capabilities, Connections, ExtendOutcome,
+    Grant, GrantAll, Holder, LockBackend, LockCourse, LockInfo, LockInfoRaw, Lookup, LostReason, MarkOutcome,
+    MarkRun, MarkStep, OnHeard, PermitAttempt, PermitGrant, Reason, ReleaseOutcome, RenewOutcome, Renewal,
+    Watch,
 };
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, Result};
@@ -63,6 +73,7 @@ use crate::model::hash::hash_key;
 use crate::model::key::MAX_KEY_LENGTH_BYTES;
 use crate::model::time::{Clock, Moment};
 
+pub use course::LockSummary;
 pub use event::{EventResult, LockEvent, Operation, TelemetryOptions};
 use queue::Sink;
 pub use queue::TelemetryHandle;
@@ -96,7 +107,9 @@ impl<B> Telemetry<B> {
     pub fn handle(&self) -> TelemetryHandle {
         self.sink.handle()
     }
+}
 
+impl<B: LockBackend> Telemetry<B> {
     fn report<T>(
         &self,
         operation: Operation,
@@ -112,8 +125,13 @@ impl<B> Telemetry<B> {
             Err(error) => (Ending::error(error.code()), None),
         };
         let (key, lock_id) = subject.raw();
+        self.sample();
         self.sink.offer([ending.event(operation, duration, key, lock_id.or(granted))]);
         answer
+    }
+
+    fn sample(&self) {
+        self.sink.sample(&self.inner);
     }
 
     fn acquire_reported(
@@ -334,6 +352,16 @@ impl<B: LockBackend> LockBackend for Telemetry<B> {
 
     fn completion_statement(&self, run: &MarkRun<'_>) -> Result<String> {
         self.inner.completion_statement(run)
+    }
+
+    fn follow(&self, course: &LockCourse<'_>) {
+        self.inner.follow(course);
+        self.sample();
+        self.sink.follow(course);
+    }
+
+    fn connections(&self) -> Option<Connections> {
+        self.inner.connections()
     }
 
     fn clock(&self) -> Clock {

@@ -22,11 +22,19 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle, ThreadId};
 use std::time::Duration;
 
+use crate::backend::{LockBackend, LockCourse, LockStage};
 use crate::model::hash::hash_key;
 use crate::model::time::deadline_after;
 use crate::sync::{Condvar, Mutex};
+use crate::telemetry::course::{Levels, Step};
 use crate::telemetry::event::{LockEvent, Raw, TelemetryOptions};
-use crate::threads::{catch_panic, spawn};
+#[cfg(feature = "metrics")]
+use crate::telemetry::to_metrics;
+#[cfg(feature = "tracing")]
+use crate::telemetry::to_tracing;
+#[cfg(feature = "metrics")]
+use crate::threads::ignore_panic;
+use crate::threads::{UserValue, catch_panic, spawn};
 
 /// What the handles of one decorated backend share. Dropping it ends the thread.
 pub(super) struct Sink {
@@ -57,15 +65,22 @@ pub struct TelemetryHandle {
 struct Queue {
     options: TelemetryOptions,
     state: Mutex<State>,
+    levels: Levels,
     /// Something was appended, or the queue was closed: for the thread.
     filled: Condvar,
     /// An event was finished, or the thread ended: for those who flush.
     progress: Condvar,
 }
 
+/// What waits for the thread.
+pub(super) enum Item {
+    Event(LockEvent),
+    Step(Step),
+}
+
 #[derive(Default)]
 struct State {
-    waiting: VecDeque<LockEvent>,
+    waiting: VecDeque<Item>,
     queued: u64,
     finished: u64,
     delivered: u64,
@@ -93,19 +108,49 @@ enum Stage {
 
 impl Sink {
     pub(super) fn new(options: TelemetryOptions) -> Self {
-        let queue =
-            Queue { options, state: Mutex::default(), filled: Condvar::new(), progress: Condvar::new() };
+        let queue = Queue {
+            options,
+            state: Mutex::default(),
+            levels: Levels::default(),
+            filled: Condvar::new(),
+            progress: Condvar::new(),
+        };
         Self { queue: Arc::new(queue), thread: Mutex::new(None) }
     }
 
     /// Appends what fits and counts the rest as dropped.
     pub(super) fn offer(&self, events: impl IntoIterator<Item = LockEvent>) {
+        self.append(events.into_iter().map(Item::Event));
+    }
+
+    /// Counts a stage, and tells it on to whoever hears of it.
+    pub(super) fn follow(&self, course: &LockCourse<'_>) {
+        if !self.queue.options.follows() {
+            return;
+        }
+        self.queue.levels.count(course.stage);
+        let over = matches!(course.stage, LockStage::Ended { .. });
+        if over || self.queue.options.metrics {
+            self.append([Item::Step(Step::of(course))]);
+        }
+    }
+
+    /// Looks at the connections, if anybody wants to know.
+    pub(super) fn sample(&self, backend: &impl LockBackend) {
+        if self.queue.options.metrics
+            && let Some(connections) = backend.connections()
+        {
+            self.queue.levels.note(connections);
+        }
+    }
+
+    fn append(&self, items: impl IntoIterator<Item = Item>) {
         let (idle, start) = {
             let mut state = self.queue.state.lock();
-            for event in events {
+            for item in items {
                 if state.waiting.len() < self.queue.options.capacity {
                     state.queued += 1;
-                    state.waiting.push_back(event);
+                    state.waiting.push_back(item);
                 } else {
                     state.dropped += 1;
                 }
@@ -198,8 +243,13 @@ impl Drop for Sink {
 impl Queue {
     fn run(&self) {
         self.state.lock().worker = Some(thread::current().id());
-        while let Some(event) = self.next() {
-            let panicked = self.deliver(event);
+        let mut listeners = Listeners::begin(&self.options);
+        while let Some(item) = self.next() {
+            let panicked = match item {
+                Item::Event(event) => self.deliver(event),
+                Item::Step(step) => self.deliver_step(&step),
+            };
+            listeners.tell_levels(self);
             let mut state = self.state.lock();
             state.finished += 1;
             state.delivered += 1;
@@ -207,12 +257,13 @@ impl Queue {
             drop(state);
             self.progress.notify_all();
         }
+        listeners.end();
         self.state.lock().stage = Stage::Ended;
         self.progress.notify_all();
     }
 
     /// The next event; `None` when the thread is to end.
-    fn next(&self) -> Option<LockEvent> {
+    fn next(&self) -> Option<Item> {
         let mut state = self.state.lock();
         loop {
             match state.stage {
@@ -224,8 +275,8 @@ impl Queue {
                 Stage::Starting | Stage::Fresh => state.stage = Stage::Running,
                 Stage::Running | Stage::Closing => {}
             }
-            if let Some(event) = state.waiting.pop_front() {
-                return Some(event);
+            if let Some(item) = state.waiting.pop_front() {
+                return Some(item);
             }
             state.idle = true;
             state = self.filled.wait(state);
@@ -237,6 +288,7 @@ impl Queue {
     fn deliver(&self, mut event: LockEvent) -> bool {
         event.key_hash = event.key_hash.or_else(|| event.key.as_deref().map(hash_key));
         event.lock_id_hash = event.lock_id_hash.or_else(|| event.lock_id.as_deref().map(hash_key));
+        let told = self.tell_event(&event);
         let raw = (event.key.take(), event.lock_id.take());
         let permitted = match &self.options.raw {
             Raw::Never => false,
@@ -249,7 +301,46 @@ impl Queue {
             (event.key, event.lock_id) = raw;
         }
         let called = self.options.on_event.get().and_then(|on_event| catch_panic(|| on_event(&event)));
-        called.is_none()
+        called.is_none() || !told
+    }
+
+    /// Tells recorder and subscriber; whether that went well.
+    fn tell_event(&self, event: &LockEvent) -> bool {
+        let (options, _) = (&self.options, event);
+        let told = catch_panic(|| {
+            let _ = options;
+            #[cfg(feature = "metrics")]
+            if options.metrics {
+                to_metrics::event(event);
+            }
+            #[cfg(feature = "tracing")]
+            if options.tracing {
+                to_tracing::event(event);
+            }
+        });
+        told.is_some()
+    }
+
+    /// Tells a stage of a lock to whoever hears of it; whether one of them panicked.
+    fn deliver_step(&self, step: &Step) -> bool {
+        let told = catch_panic(|| {
+            #[cfg(feature = "metrics")]
+            if self.options.metrics {
+                to_metrics::step(step);
+            }
+            #[cfg(feature = "tracing")]
+            if self.options.tracing
+                && let Some(summary) = step.summary()
+            {
+                to_tracing::lock(&summary);
+            }
+        });
+        let on_lock = self.options.on_lock.as_ref().and_then(UserValue::get);
+        let called = match (on_lock, step.summary()) {
+            (Some(on_lock), Some(summary)) => catch_panic(|| on_lock(&summary)),
+            _ => Some(()),
+        };
+        told.is_none() || called.is_none()
     }
 
     /// Waits until everything queued before now is finished. A callback cannot wait for itself.
@@ -285,6 +376,46 @@ impl Queue {
             self.filled.notify_all();
         }
         ended
+    }
+}
+
+/// Who hears of levels, from the begin of the thread to its end.
+struct Listeners {
+    #[cfg(feature = "metrics")]
+    told: Option<to_metrics::Told>,
+}
+
+impl Listeners {
+    #[cfg(feature = "metrics")]
+    fn begin(options: &TelemetryOptions) -> Self {
+        let told = options.metrics.then(to_metrics::Told::default);
+        if told.is_some() {
+            ignore_panic(to_metrics::describe);
+        }
+        Self { told }
+    }
+
+    #[cfg(not(feature = "metrics"))]
+    fn begin(_: &TelemetryOptions) -> Self {
+        Self {}
+    }
+
+    #[cfg_attr(not(feature = "metrics"), allow(clippy::unused_self, reason = "nobody hears"))]
+    fn tell_levels(&mut self, queue: &Queue) {
+        let _ = queue;
+        #[cfg(feature = "metrics")]
+        if let Some(told) = &mut self.told {
+            let dropped = queue.state.lock().dropped;
+            ignore_panic(|| told.tell(&queue.levels, dropped));
+        }
+    }
+
+    #[cfg_attr(not(feature = "metrics"), allow(clippy::unused_self, reason = "nobody hears"))]
+    fn end(&mut self) {
+        #[cfg(feature = "metrics")]
+        if let Some(told) = &mut self.told {
+            ignore_panic(|| told.end());
+        }
     }
 }
 

@@ -31,6 +31,7 @@
 //! | `locking` | Waiting for a lock, and how long it is held: the options, one by one and together. |
 //! | `losses` | Leases that are lost, how their holders learn it, and troubles that lose none. |
 //! | `members_table` | The optional table of members: made where it is asked for, named after the others, checked as they are. |
+//! | `metrics` | The example that shows metrics: what it exports, what the dashboard asks for, and what the manual lists are the |
 //! | `once` | Jobs that run once per slot, on a real server: who runs, what is marked, and what a crash, a lost lease |
 //! | `operators` | What operators see, and the two ways to take rows away. |
 //! | `permits` | Semaphores: at most so many holders at a time, whatever happens to them, and each of them with a |
@@ -78,6 +79,7 @@ mod limits;
 mod locking;
 mod losses;
 mod members_table;
+mod metrics;
 mod once;
 mod operators;
 mod permits;

@@ -6,6 +6,7 @@
 //! | `advisory_faults` | Session locks when processes, servers and lines between them fail. |
 //! | `closing` | The end of a client: everybody is told, everything is let go, nothing is left running. |
 //! | `harness` | The test harness itself: a server out of nothing, and nothing left of it afterwards. |
+//! | `metrics` | What recorder and subscriber are told: of each lock, in numbers that add up, and never its key. |
 //! | `no_descriptors` | A process that has no file descriptor left, or no thread: errors name the limit, nothing panics, leases are let go later. |
 //! | `open_transactions` | A connection of a caller's pool may come with a transaction that other code has left open. What is |
 //! | `runtime` | Inside an async runtime: blocking calls are refused in words, and what is dropped there is let go. |
@@ -22,6 +23,8 @@ use syncguard_test_support as support;
 mod advisory_faults;
 mod closing;
 mod harness;
+#[cfg(all(feature = "metrics", feature = "tracing"))]
+mod metrics;
 mod no_descriptors;
 mod open_transactions;
 mod runtime;

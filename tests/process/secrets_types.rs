@@ -30,6 +30,8 @@ const HARMLESS: &[&str] = &[
     "Heard",
     "Heartbeat",
     "Jitter",
+    "LockEnding",
+    "LockKind",
     "LostReason",
     "MarkReset",
     "Moment",
@@ -106,7 +108,11 @@ fn no_public_type_shows_a_key_a_lock_id_or_a_password() {
     let url = schema.url().replace("postgres@", "postgres:MARKERpassword@");
     let events = Arc::new(Mutex::new(Vec::new()));
     let heard = Arc::clone(&events);
-    let raw = TelemetryOptions::new(move |event| heard.lock().unwrap().push(event.clone())).include_raw(true);
+    let locks = Arc::new(Mutex::new(Vec::new()));
+    let heard_locks = Arc::clone(&locks);
+    let raw = TelemetryOptions::new(move |event| heard.lock().unwrap().push(event.clone()))
+        .include_raw(true)
+        .on_lock(move |lock| heard_locks.lock().unwrap().push(lock.clone()));
     shown.debug("TelemetryOptions", &raw);
     let failures = Arc::new(Mutex::new(Vec::new()));
     let told = Arc::clone(&failures);
@@ -203,6 +209,9 @@ fn no_public_type_shows_a_key_a_lock_id_or_a_password() {
         "the markers were there to be shown"
     );
     shown.debug("LockEvent", &*events);
+    let locks = locks.lock().unwrap();
+    assert!(!locks.is_empty(), "whole locks were told");
+    shown.debug("LockSummary", &*locks);
     wait_until(LIMIT, "the failed release was told", || !failures.lock().unwrap().is_empty());
     shown.debug("ReleaseErrorContext", &*failures.lock().unwrap());
 

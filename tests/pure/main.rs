@@ -19,6 +19,7 @@
 //! | `specification` | What all SyncGuard clients have in common and no other test says: constants, names, what is not |
 //! | `telemetry` | The decorator: what it reports, and that nothing a callback does reaches an operation. |
 //! | `values` | Values that every SyncGuard client computes alike: vectors/keys.json comes from another |
+//! | `whole_locks` | The whole of a lock as one event: how it was waited for, how long it was held, and how that ended; once, |
 
 mod api_guidelines;
 mod architecture;
@@ -38,3 +39,4 @@ mod source;
 mod specification;
 mod telemetry;
 mod values;
+mod whole_locks;

@@ -159,6 +159,8 @@ fn labels(source: &crate::source::Source) -> Vec<String> {
         "waiting",
         "kept",
         "deliver",
+        // Whole locks, on the telemetry thread.
+        "summary",
     ];
     let mut broken = elsewhere(source, "hash_key", &MAY);
     if !["telemetry", "client", ""].contains(&source.top()) {
