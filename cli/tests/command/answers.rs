@@ -275,7 +275,7 @@ fn completions_and_manual_pages_name_every_subcommand() -> Done {
 }
 
 #[test]
-fn check_fails_where_something_is_unsafe_and_says_what_mends_it() -> Done {
+fn check_fails_where_something_is_unsafe_and_says_what_mends_it() {
     let server = support::Server::start(&support::Config::new());
     let check = |args: &[&str]| told(&bare().env("SYNCGUARD_URL", server.url()).args(args).output().unwrap());
     assert_eq!(check(&["setup"]).0, 0);
@@ -292,7 +292,6 @@ fn check_fails_where_something_is_unsafe_and_says_what_mends_it() -> Done {
     let (code, out, _) = check(&["check"]);
     assert!(code == 1 && out.contains("unsafe  fsync: fsync = off\n        "), "{out}");
     assert!(out.contains("mend with: ALTER SYSTEM SET fsync = on") && out.contains(" UNSAFE, "), "{out}");
-    Ok(())
 }
 
 #[test]
