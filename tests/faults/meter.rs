@@ -104,6 +104,7 @@ fn metered(client: &PgLockClient, key: &str, ops: &mut Vec<Op>) {
         recv: 0,
         bound: as_ns(METER_WAIT),
         outcome: Outcome::Pending,
+        stalled: 0,
         set: None,
         limit: 0,
     };

@@ -147,7 +147,7 @@ fn elsewhere(source: &crate::source::Source, word: &str, allowed: &[&str]) -> Ve
 
 /// Who computes labels: what prints, what looks up, what reports. No operation does.
 fn labels(source: &crate::source::Source) -> Vec<String> {
-    const MAY: [&str; 11] = [
+    const MAY: [&str; 12] = [
         "hash_key",
         "fmt",
         "sanitized",
