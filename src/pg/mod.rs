@@ -16,6 +16,7 @@ pub(crate) mod answers;
 mod callers;
 pub(crate) mod connect;
 mod connection_string;
+mod endpoint;
 mod environment;
 pub(crate) mod error;
 mod failure;
