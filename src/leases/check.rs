@@ -57,12 +57,15 @@ impl Operator {
         look("sessions", &mut |session| server::sessions(session, &here));
         look("prepared transactions", &mut server::prepared);
         look("settings of roles and databases", &mut server::session_defaults);
-        look("connections", &mut |session| server::connections(session, &here, wanted));
+        look("connections", &mut |session| server::connections(session, wanted));
         let names = &self.backend.names;
         match read(self, end, |session| look_on(session, names)) {
+            Err(error) if error.code() == ErrorCode::AuthFailed => {
+                findings.push(tables::schema_unseen(names.schema_or(None), here.role()));
+            }
             Err(error) => findings.push(unseen("the tables", &error)),
             Ok(survey) => {
-                findings.extend(tables::survey(&survey, names.follow_the_path()));
+                findings.extend(tables::survey(&survey, names.follow_the_path(), here.role()));
                 if let Some(resolved) = names.resolved(&survey, false) {
                     let tables = tables::Tables::new(&resolved)?;
                     for (what, work) in tables::LOOKS {

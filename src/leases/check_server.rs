@@ -148,6 +148,11 @@ impl Here {
         found
     }
 
+    /// The role, quoted.
+    pub(super) fn role(&self) -> &str {
+        &self.role
+    }
+
     /// What other roles do is not shown to this one.
     fn hides(&self, what: &str) -> Option<Finding> {
         (!self.sees_all).then(|| {
@@ -162,12 +167,14 @@ impl Here {
     }
 }
 
+/// Standbys that may be promoted: no subscribers, no backups, and nothing that keeps the log and replays none of it.
 pub(super) fn standbys(session: &mut Session<'_>, here: &Here) -> Result<Vec<Finding>, Failure> {
     let rows = rows(
         session,
         "SELECT r.sync_state, coalesce(string_agg(quote_ident(r.application_name), ', ' ORDER BY r.application_name), ''), \
-           count(*) FROM pg_stat_replication AS r WHERE r.state IS DISTINCT FROM 'backup' AND NOT EXISTS (\
-             SELECT 1 FROM pg_replication_slots AS s WHERE s.active_pid = r.pid AND s.slot_type = 'logical') \
+           count(*) FROM pg_stat_replication AS r WHERE r.state IS DISTINCT FROM 'backup' \
+           AND NOT (r.state IS NOT DISTINCT FROM 'streaming' AND r.sync_state = 'async' AND r.replay_lsn IS NULL) \
+           AND NOT EXISTS (SELECT 1 FROM pg_replication_slots AS s WHERE s.active_pid = r.pid AND s.slot_type = 'logical') \
          GROUP BY r.sync_state",
     )?;
     let mut of = Vec::new();
@@ -345,11 +352,7 @@ pub(super) fn session_defaults(session: &mut Session<'_>) -> Result<Vec<Finding>
 }
 
 /// `wanted`: the most connections that this client may have.
-pub(super) fn connections(
-    session: &mut Session<'_>,
-    here: &Here,
-    wanted: u32,
-) -> Result<Vec<Finding>, Failure> {
+pub(super) fn connections(session: &mut Session<'_>, wanted: u32) -> Result<Vec<Finding>, Failure> {
     let rows = rows(
         session,
         "SELECT current_setting('max_connections')::int8 - current_setting('superuser_reserved_connections')::int8 \
@@ -381,7 +384,7 @@ pub(super) fn connections(
             found.push(Finding::new(Severity::Slow, "connections", seen, meaning, mend));
         }
     }
-    if found.is_empty() && used.saturating_mul(10) >= server.saturating_mul(9) && here.version >= 0 {
+    if found.is_empty() && used.saturating_mul(10) >= server.saturating_mul(9) {
         found.push(Finding::new(
             Severity::Slow,
             "connections",

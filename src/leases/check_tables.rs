@@ -8,7 +8,7 @@ use crate::leases::collation;
 use crate::leases::finding::{Finding, Severity};
 use crate::leases::schema::{self, Survey};
 use crate::pg::answers::{Row, flag, required, text};
-use crate::pg::statement::push_quoted;
+use crate::pg::statement::{push_quoted, quoted_name};
 use crate::pg::{Failure, Session};
 
 /// The tables by their names, as SQL and as literals.
@@ -53,9 +53,30 @@ pub(super) const LOOKS: [(&str, Look); 8] = [
     ("rights", rights),
 ];
 
+/// The role may not see the schema that the tables are to be in.
+pub(super) fn schema_unseen(schema: Option<&str>, role: &str) -> Finding {
+    let schema = schema.map_or_else(|| "…".to_owned(), quoted_name);
+    Finding::new(
+        Severity::Note,
+        "rights-missing",
+        format!("the role {role} lacks USAGE on the schema {schema}"),
+        "it sees no table there: calls fail with AuthFailed",
+        format!("GRANT USAGE ON SCHEMA {schema} TO {role};"),
+    )
+}
+
 /// What the search for the tables says.
-pub(super) fn survey(survey: &Survey, follow_the_path: bool) -> Vec<Finding> {
+pub(super) fn survey(survey: &Survey, follow_the_path: bool, role: &str) -> Vec<Finding> {
     let mut found = Vec::new();
+    if !survey.may_notify {
+        found.push(Finding::new(
+            Severity::Slow,
+            "rights-missing",
+            format!("the role {role} may not execute pg_notify or pg_try_advisory_xact_lock"),
+            "releases call nobody: waiters in other processes find a free key by looking",
+            format!("GRANT EXECUTE ON FUNCTION pg_catalog.pg_notify(text, text), pg_catalog.pg_try_advisory_xact_lock(int, int) TO {role};"),
+        ));
+    }
     if survey.locks_in.is_none() || survey.fences_in.is_none() {
         found.push(Finding::new(
             Severity::Note,
@@ -163,6 +184,8 @@ fn columns(session: &mut Session<'_>, tables: &Tables) -> Result<Vec<Finding>, F
     for row in &rows {
         let table = tables.of(row)?;
         let (name, wanted) = (required(text(row, 1)?)?, required(text(row, 2)?)?);
+        // One that is as wide as need be will do.
+        let bounded = text(row, 3)?.is_some_and(|is| is.starts_with("character varying"));
         let (seen, mend) = match (text(row, 3)?, required(flag(row, 4)?)?) {
             (_, true) => (
                 format!("{table} has a column {name} that must be given"),
@@ -178,7 +201,7 @@ fn columns(session: &mut Session<'_>, tables: &Tables) -> Result<Vec<Finding>, F
             ),
         };
         found.push(Finding::new(
-            Severity::Unsafe,
+            if bounded { Severity::Slow } else { Severity::Unsafe },
             "column",
             seen,
             "it is not the table that every client expects: calls fail, or keep something else than was meant",
@@ -247,7 +270,10 @@ fn collations(session: &mut Session<'_>, tables: &Tables) -> Result<Vec<Finding>
              FROM {both} JOIN pg_index AS i ON i.indrelid = t.oid AND i.indisunique \
                JOIN pg_attribute AS a ON a.attrelid = i.indrelid AND a.attnum = i.indkey[0] \
                JOIN pg_collation AS c ON c.oid = i.indcollation[0] JOIN pg_namespace AS n ON n.oid = c.collnamespace \
-             WHERE i.indcollation[0] NOT IN (950, 951) ORDER BY 1, 2"
+               JOIN pg_database AS d ON d.datname = current_database() \
+             WHERE i.indcollation[0] NOT IN (0, 950, 951) AND NOT (c.collprovider = 'c' AND c.collcollate IN ('C', 'POSIX')) \
+               AND NOT (c.collprovider = 'd' AND coalesce(to_jsonb(d) ->> 'datlocprovider', 'c') = 'c' AND d.datcollate IN ('C', 'POSIX')) \
+             ORDER BY 1, 2"
         ),
     )?;
     let mut found = Vec::new();
@@ -424,10 +450,7 @@ fn rights(session: &mut Session<'_>, tables: &Tables) -> Result<Vec<Finding>, Fa
         let (who, mend) = if superuser {
             (
                 format!("the role {role} is a superuser"),
-                format!(
-                    "GRANT SELECT, INSERT, UPDATE, DELETE ON {} TO \"a role of its own\"; -- see docs/security.md",
-                    tables.locks
-                ),
+                "CREATE ROLE lock_holder LOGIN; -- with the grants of docs/security.md".to_owned(),
             )
         } else {
             (

@@ -97,6 +97,7 @@ fn what_is_wrong_with_a_table_is_found_and_its_command_mends_it() {
         ),
         ("ALTER TABLE syncguard_locks ADD \"Owner\" text NOT NULL".into(), "column", Unsafe, "\"Owner\""),
         ("ALTER TABLE syncguard_locks ALTER expires_at_ms TYPE numeric".into(), "column", Unsafe, "numeric, and not bigint"),
+        ("ALTER TABLE syncguard_locks ALTER fence TYPE varchar(15) COLLATE \"C\"".into(), "column", Slow, "character varying(15)"),
         ("ALTER TABLE syncguard_locks SET (autovacuum_enabled = off)".into(), "autovacuum", Slow, "syncguard_locks"),
     ];
     for (sql, code, severity, seen) in cases {
@@ -210,6 +211,51 @@ fn a_role_is_told_which_rights_it_lacks_and_has_to_spare() {
         mend(&mut place.schema.client(), finding);
         assert!(of(&client().operator().check().unwrap(), "rights-to-spare").is_empty(), "{to}");
     }
+}
+
+#[test]
+fn a_role_that_may_not_see_the_schema_that_it_names_is_told_so() {
+    let place = place();
+    let role = Role::without_rights(&place.schema);
+    let builder = || PgLockClient::builder().auto_create_tables(false).schema(place.schema.name());
+    let findings = role.connect(builder()).unwrap().operator().check().unwrap();
+    let finding = one(&findings, "rights-missing");
+    assert!(finding.seen.contains("USAGE on the schema"), "{finding}");
+    mend(&mut place.schema.client(), finding);
+    let findings = role.connect(builder()).unwrap().operator().check().unwrap();
+    assert!(one(&findings, "rights-missing").seen.contains("INSERT"), "{findings:#?}");
+}
+
+#[test]
+fn a_role_that_may_call_nobody_is_told_so() {
+    let database = Database::new("LOCALE 'C'");
+    let mut sql = database.sql();
+    sql.batch_execute(include_str!("../../schema.sql")).unwrap();
+    sql.batch_execute("REVOKE EXECUTE ON FUNCTION pg_notify(text, text) FROM PUBLIC").unwrap();
+    let role = format!("silent_{}", unique());
+    sql.batch_execute(&format!(
+        "CREATE ROLE {role} LOGIN; GRANT ALL ON ALL TABLES IN SCHEMA public TO {role}"
+    ))
+    .unwrap();
+    let url = database.url().replace("postgres@", &format!("{role}@"));
+    let findings = check(&url);
+    let finding = one(&findings, "rights-missing");
+    assert!(finding.severity == Severity::Slow && finding.seen.contains("pg_notify"), "{finding}");
+    mend(&mut sql, finding);
+    assert!(of(&check(&url), "rights-missing").is_empty());
+    sql.batch_execute(&format!("DROP OWNED BY {role}; DROP ROLE {role}")).unwrap();
+}
+
+#[test]
+fn a_database_that_sorts_by_bytes_needs_no_collation() {
+    let database = Database::new("LOCALE 'C'");
+    let schema = include_str!("../../schema.sql").replace(" COLLATE \"C\"", "");
+    database.sql().batch_execute(&schema).unwrap();
+    let findings = check(&database.url());
+    assert!(
+        of(&findings, "collation").is_empty() && of(&findings, "collation-not-bytes").is_empty(),
+        "{findings:#?}"
+    );
 }
 
 /// A database of its own with these options.
