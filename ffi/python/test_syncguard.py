@@ -217,9 +217,14 @@ class Errors(Locks):
         self.assertNotIn(self.key, str(error))
 
     def test_the_servers_code_is_told(self):
-        with self.assertRaises(syncguard.Error) as caught:
-            syncguard.Client(URL, schema="no_such_schema", existing_tables_only=True).lock(self.key)
-        self.assertIn(caught.exception.sqlstate, ("42P01", "3F000"))
+        self.client.lock(self.key).release()  # The tables are known.
+        self.sql.run("ALTER TABLE syncguard_locks RENAME TO away")
+        try:
+            with self.assertRaises(syncguard.Error) as caught:
+                self.client.try_lock(self.key)
+        finally:
+            self.sql.run("ALTER TABLE away RENAME TO syncguard_locks")
+        self.assertEqual(caught.exception.sqlstate, "42P01")
         with self.assertRaises(syncguard.ServiceUnavailable):
             syncguard.Client("postgresql://nobody@127.0.0.1:1/none", connection_timeout=2)
 

@@ -8,6 +8,7 @@ use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::sync::OnceLock;
 
 use crate::support::c::{compile, library_dir};
+use crate::support::{Config, Server, tls};
 
 /// What `pkg-config` says of libpq, which the programs use beside the library.
 fn libpq() -> Vec<String> {
@@ -215,4 +216,35 @@ fn what_is_installed_is_found_by_pkg_config_and_the_loader_and_says_its_version(
     assert!(output.status.success(), "{}", said(&output));
     assert_eq!(fs::read_to_string(&accounts).expect("it is there"), "97 3\n");
     fs::remove_dir_all(dir).expect("it can be removed");
+}
+
+#[test]
+fn c_programs_have_tls_by_url() {
+    let server = Server::start(&Config::new());
+    let certificate = tls::install(&server).to_pem().expect("it can be written down");
+    let other = tls::Request::new("another").name("127.0.0.1").authority().sign_itself().pem();
+    let (dir, program) = (server.dir(), compile("cc", "examples/transfer.c", &scratch(), &["-std=c99"]));
+    fs::write(
+        server.data_dir().join("pg_hba.conf"),
+        "local all all trust\nhostssl all all 127.0.0.1/32 trust\n",
+    )
+    .expect("it can be written");
+    server.configure("ssl", "on");
+    let run = |url: String| {
+        fs::write(dir.join("accounts"), "100 0\n").expect("it can be written");
+        let mut command = Command::new(&program);
+        let output = command.args([&url, "public"]).arg(dir.join("accounts")).arg("2").output();
+        output.expect("it starts")
+    };
+    let url = |root: &str, pem: &[u8]| {
+        fs::write(dir.join(root), pem).expect("it can be written");
+        let root = dir.join(root).display().to_string().replace('/', "%2F");
+        format!("{}?sslmode=verify-full&sslrootcert={root}", server.url())
+    };
+    let encrypted = run(url("own.pem", &certificate));
+    assert!(encrypted.status.success(), "{}", said(&encrypted));
+    for refused in [url("other.pem", &other), format!("{}?sslmode=disable", server.url())] {
+        let output = run(refused);
+        assert_eq!(output.status.code(), Some(1), "{}", said(&output));
+    }
 }
