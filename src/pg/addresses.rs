@@ -187,6 +187,12 @@ impl Addresses {
         self.note(candidate.key(), silent);
     }
 
+    /// It was waited for in vain while another one was found.
+    pub(crate) fn passed_over(&self, candidate: &Candidate) {
+        self.note(candidate.key(), true);
+        self.note((candidate.host, None), true);
+    }
+
     pub(crate) fn failed_as_a_whole(&self, host: &ListedHost, silent: bool) {
         self.note((host.index, None), silent);
     }

@@ -27,7 +27,7 @@ use crate::model::time::deadline_after;
 use crate::pg::addresses::{Addresses, Candidate, ListedHost, Target};
 use crate::pg::connection_string::Settings as ConnectionSettings;
 use crate::pg::endpoint::{Endpoint, OfUrl, Open, Preference};
-use crate::pg::error::{NoCandidate, may_become_primary};
+use crate::pg::error::{NoCandidate, is_answer, may_become_primary};
 use crate::pg::resolve::Resolver;
 use crate::pg::resources;
 use crate::pg::stream::StreamControl;
@@ -125,28 +125,32 @@ impl Connector {
                 Err(error) => {
                     cancel.check()?;
                     resources::check()?;
-                    self.0.addresses.failed_as_a_whole(&host, is_silence(&error));
+                    self.0.addresses.failed_as_a_whole(&host, true);
                     none.add(error);
                     continue;
                 }
             };
             let mut candidates = candidates.into_iter().peekable();
+            let mut any_silent = false;
             while let Some(candidate) = candidates.next() {
                 let last = last && candidates.peek().is_none();
+                let began = Instant::now();
                 match self.attempt(&candidate, share(end, last), cancel, &waiting) {
                     Ok(connection) => return Ok(connection),
                     Err(error) => {
                         cancel.check()?;
                         resources::check()?;
-                        self.0.addresses.failed_at(&candidate, is_silence(&error));
-                        if may_become_primary(&error) {
+                        let silent = is_silence(&error, began);
+                        any_silent |= silent;
+                        self.0.addresses.failed_at(&candidate, silent);
+                        if !silent && may_become_primary(&error) {
                             waiting.push(candidate);
                         }
                         none.add(error);
                     }
                 }
             }
-            self.0.addresses.failed_as_a_whole(&host, false);
+            self.0.addresses.failed_as_a_whole(&host, any_silent);
         }
         Err(none.into_error())
     }
@@ -188,17 +192,18 @@ impl Connector {
                 if found.is_some() {
                     return true;
                 }
+                let began = Instant::now();
                 match self.attempt(other, share(end, false), cancel, &[]) {
                     Ok(connection) => found = Some(Ok(connection)),
                     Err(error) if cancel.is_cancelled() => found = Some(Err(error)),
                     // Silence takes time: one silent host at a time is enough.
-                    Err(error) => return !is_silence(&error),
+                    Err(error) => return !is_silence(&error, began),
                 }
                 true
             });
             if let Some(found) = found {
                 // Another one was promoted, so whoever has said nothing until now is not the first to be asked again.
-                self.0.addresses.failed_at(candidate, true);
+                self.0.addresses.passed_over(candidate);
                 self.leave_behind(&attempt);
                 return found;
             }
@@ -310,9 +315,10 @@ impl Attempt {
     }
 }
 
-/// Whether a candidate has said nothing.
-fn is_silence(error: &LockError) -> bool {
-    error.code() == ErrorCode::NetworkTimeout && error.sqlstate().is_none()
+/// Whether a candidate has said nothing: no server answered, and to find that out took time. (A host that is gone is
+/// unreachable only after seconds, when nobody at its address has answered.)
+fn is_silence(error: &LockError, began: Instant) -> bool {
+    !is_answer(error) && (error.code() == ErrorCode::NetworkTimeout || began.elapsed() > ASK_OTHERS)
 }
 
 /// What one candidate may take of the time that is left.

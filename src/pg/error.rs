@@ -135,6 +135,11 @@ impl NoCandidate {
     }
 }
 
+/// Whether a server said this, and not the network or nobody.
+pub(crate) fn is_answer(error: &LockError) -> bool {
+    telling(error) >= 2
+}
+
 /// Whether whoever said this may be the primary soon: it is a standby, or starts, or is not there yet. Not
 /// where asking again may count as something else, such as another wrong password.
 pub(crate) fn may_become_primary(error: &LockError) -> bool {

@@ -193,20 +193,31 @@ fn of_several_hosts_the_primary_is_found_and_without_one_that_is_said() {
     assert!(both.acquire("after the promotion", TTL).unwrap().acquired().is_some());
 }
 
-/// The former primary says nothing, and its standby becomes the primary while a call waits for it.
+/// The former primary says nothing, and its standby becomes the primary while a call waits for it: wherever in the list
+/// it is, once a call has found it silent.
 #[test]
 fn a_standby_that_is_promoted_is_found_while_a_silent_host_is_waited_for() {
-    let primary = Server::start(&Config::new());
-    PgLockClient::connect(primary.url()).unwrap();
-    let standby = standby::standby_of(&primary, "promoted");
-    let silent = silent(18);
-    // The last of the list has all of the time.
-    let client = client(HOUR, &list(&[local(standby.port), silent.at]));
-    let (done, outcome) = channel();
-    thread::spawn(move || done.send(client.is_locked("k")));
-    wait_until(LIMIT, "the silent host is waited for", || handshakes_with(silent.at) > 0);
-    standby.ctl(&["promote", "-w"]);
-    assert!(!outcome.recv_timeout(LIMIT).expect("the call returns").unwrap());
+    for first in [true, false] {
+        let primary = Server::start(&Config::new());
+        PgLockClient::connect(primary.url()).unwrap();
+        let standby = standby::standby_of(&primary, "promoted");
+        let silent = silent(if first { 18 } else { 19 });
+        let mut hosts = [local(standby.port), silent.at];
+        if first {
+            hosts.reverse();
+        }
+        let client = client(HOUR, &list(&hosts));
+        let short = LockOptions::new().timeout(Duration::from_secs(2));
+        let error = client.lock_with("k", &short).unwrap_err();
+        assert!(error.to_string().contains("failover"), "{error}");
+        wait_until(LIMIT, "nothing of that call is left", || handshakes_with(silent.at) == 0);
+        // Whoever is asked last has all of the time.
+        let (done, outcome) = channel();
+        thread::spawn(move || done.send(client.is_locked("k")));
+        wait_until(LIMIT, "the silent host is waited for", || handshakes_with(silent.at) > 0);
+        standby.ctl(&["promote", "-w"]);
+        assert!(!outcome.recv_timeout(LIMIT).expect("the call returns").unwrap());
+    }
 }
 
 #[test]
