@@ -49,7 +49,7 @@ fn summary(findings: &[Finding]) -> String {
         [Severity::Unsafe, Severity::Slow, Severity::Note].map(|severity| of(findings, severity));
     match (bad, slow + notes) {
         (0, 0) => "nothing to mend".to_owned(),
-        (0, _) => format!("nothing unsafe; {slow} slow, {notes} notes"),
-        (_, _) => format!("{bad} UNSAFE, {slow} slow, {notes} notes"),
+        (0, _) => format!("nothing unsafe; {slow} slow, {notes} to note"),
+        (_, _) => format!("{bad} UNSAFE, {slow} slow, {notes} to note"),
     }
 }
