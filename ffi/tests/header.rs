@@ -363,6 +363,7 @@ fn no_text_advises_what_only_rust_has() {
         "session lock",
         "|i, piece|",
         "enumerate()",
+        "undistribute_table()",
     ];
     let wrong: Vec<_> = texts
         .iter()
