@@ -233,9 +233,6 @@ fn a_permit_is_renewed_extended_fenced_and_lost_like_a_lock() {
 
     // Broken and taken by another: its renewal names the newer fence, and its work is refused.
     let number = guard.permit().unwrap();
-    place.stored.remove(guard.key());
-    let sql = "UPDATE syncguard_fence_counters SET fence = 7 WHERE fence_key = $1";
-    place.stored.client().execute(sql, &[&format!("fence:{}", guard.key())]).unwrap();
     place.stored.write(guard.key(), &id("newer"), 30_000, 7);
     assert!(guard.lost().wait_timeout(LIMIT), "permit {number}");
     match guard.lost_reason() {
