@@ -297,6 +297,8 @@ mod documents {
     struct SeveralKeys;
     #[doc = include_str!("../docs/operations.md")]
     struct Operations;
+    #[doc = include_str!("../docs/shared-leases.md")]
+    struct SharedLeases;
     #[doc = include_str!("../docs/semaphores.md")]
     struct Semaphores;
     #[doc = include_str!("../docs/advisory-locks.md")]

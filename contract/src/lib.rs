@@ -63,6 +63,7 @@ mod racing;
 mod reading;
 mod renewals;
 mod several;
+mod shared;
 mod times;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -261,6 +262,16 @@ cases! { $
     racing::an_extend_and_a_take_over_never_both_succeed,
     racing::fences_are_handed_out_once_and_in_the_order_of_the_grants,
     racing::lookups_never_mix_two_owners,
+    shared::readers_share_a_key_and_no_writer_has_it_beside_them,
+    shared::readers_are_shown_as_such,
+    shared::a_reader_is_extended_and_released_by_its_id,
+    shared::the_same_attempt_of_a_reader_again_answers_with_its_first_grant,
+    shared::a_batch_renews_the_readers_of_a_key_together,
+    shared::readers_of_a_group_that_is_gone_are_lost,
+    shared::readers_whose_group_is_over_are_lost_and_the_key_is_free,
+    shared::a_reader_yields_to_a_writer_that_has_waited_longer,
+    shared::bad_keys_ids_and_ttls_of_readers_are_refused,
+    shared::racing_readers_and_writers_exclude_each_other,
     permits::as_many_permits_are_granted_as_the_limit_says,
     permits::a_permit_is_a_lease_under_a_key_of_its_own,
     permits::the_same_attempt_for_a_permit_again_answers_with_its_first_grant,

@@ -44,6 +44,13 @@ pub struct LockInfo {
     pub acquired_at_ms: i64,
     /// Its fence.
     pub fence: Fence,
+    /// Whether its key is shared by readers. Found by the key it is the lease of all of them together, and ends with
+    /// the last.
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub shared: bool,
+    /// How many readers share the key, where that is known.
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub readers: Option<u32>,
 }
 
 /// What a waiter can say of whoever holds the key it waits for.
@@ -63,19 +70,28 @@ pub struct Holder {
     pub fence: Option<Fence>,
     /// How long the lease lasts from now, by the server's clock, unless it is renewed.
     pub remaining: Option<Duration>,
+    /// Whether readers share the key.
+    pub shared: bool,
 }
 
 impl Holder {
     /// A holder of whom both are known.
     #[must_use]
     pub const fn new(fence: Fence, remaining: Duration) -> Self {
-        Self { fence: Some(fence), remaining: Some(remaining) }
+        Self { fence: Some(fence), remaining: Some(remaining), shared: false }
+    }
+
+    /// The same holder as readers, if that is what they are.
+    #[must_use]
+    pub const fn shared(mut self, shared: bool) -> Self {
+        self.shared = shared;
+        self
     }
 
     /// The holder of a lease that ends at `expires_at_ms`, at `now_ms` of the same clock.
     pub(crate) fn until(fence: Option<Fence>, expires_at_ms: i64, now_ms: i64) -> Self {
         let rest = u64::try_from(expires_at_ms.saturating_sub(now_ms)).unwrap_or(0);
-        Self { fence, remaining: Some(Duration::from_millis(rest)) }
+        Self { fence, remaining: Some(Duration::from_millis(rest)), shared: false }
     }
 }
 
@@ -96,6 +112,10 @@ pub struct LockInfoRaw {
     pub acquired_at_ms: i64,
     /// Its fence.
     pub fence: Fence,
+    /// Whether its key is shared by readers.
+    pub shared: bool,
+    /// How many readers share the key, where that is known.
+    pub readers: Option<u32>,
 }
 
 impl LockInfoRaw {
@@ -103,7 +123,7 @@ impl LockInfoRaw {
     #[must_use]
     pub fn new(key: String, lock_id: String, expires_at_ms: i64, acquired_at_ms: i64, fence: Fence) -> Self {
         let permit = permit_of(&key).map(|(_, number)| number);
-        Self { key, permit, lock_id, expires_at_ms, acquired_at_ms, fence }
+        Self { key, permit, lock_id, expires_at_ms, acquired_at_ms, fence, shared: false, readers: None }
     }
 
     /// The same lease, a permit under its semaphore's name.
@@ -111,6 +131,13 @@ impl LockInfoRaw {
         if let Some((name, _)) = permit_of(&self.key) {
             self.key = name.to_owned();
         }
+        self
+    }
+
+    /// The same lease, of a key that readers share: how many, where that is known.
+    #[must_use]
+    pub fn shared_by(mut self, readers: Option<u32>) -> Self {
+        (self.shared, self.readers) = (true, readers);
         self
     }
 
@@ -124,6 +151,8 @@ impl LockInfoRaw {
             expires_at_ms: self.expires_at_ms,
             acquired_at_ms: self.acquired_at_ms,
             fence: self.fence,
+            shared: self.shared,
+            readers: self.readers,
         }
     }
 }

@@ -57,6 +57,7 @@ mod once;
 mod outcome;
 mod permits;
 mod several;
+mod shared;
 mod watch;
 
 use std::time::Duration;
@@ -77,6 +78,7 @@ pub use outcome::{
 };
 pub use permits::{PermitAttempt, PermitGrant};
 pub use several::{AttemptAll, GrantAll, MAX_KEYS};
+pub use shared::{Intent, SharedAttempt};
 pub use watch::{Heard, OnHeard, Watch};
 
 pub(crate) use several::{check_count, check_set, no_keys};
@@ -92,6 +94,18 @@ pub(crate) use several::{check_count, check_set, no_keys};
 /// ```
 pub fn generate_lock_id() -> Result<String> {
     Ok(LockId::generate()?.as_str().to_owned())
+}
+
+/// A fresh lock id for a reader, for [`LockBackend::grant_shared`]: as random as any other, and of a form that those
+/// never have, so that who is given an id alone knows where to look for it.
+///
+/// ```
+/// let id = syncguard::backend::generate_shared_lock_id()?;
+/// assert!(syncguard::validate_lock_id(&id).is_ok());
+/// # Ok::<(), syncguard::LockError>(())
+/// ```
+pub fn generate_shared_lock_id() -> Result<String> {
+    Ok(LockId::generate_shared()?.as_str().to_owned())
 }
 
 /// The ttl in whole milliseconds, a fraction cut off; `InvalidArgument` below 1 ms and above
@@ -321,6 +335,48 @@ pub trait LockBackend: Send + Sync {
     #[doc(hidden)]
     fn fence_statement_all(&self, leases: &[(&str, Fence, &str)]) -> Result<String> {
         let _ = leases;
+        Err(outside_the_database())
+    }
+
+    /// Tries once to share a key with its other readers. While one of them has it no other kind of lease of the key is
+    /// granted, and while another lease has it no reader is.
+    ///
+    /// All readers that have a key at one time have one fence, above those of all grants before: "no writer since".
+    /// All that is done with a lease by its id is done with a reader's; guards say in [`Renewal::shared`] that it is
+    /// one. Releasing the last of them frees the key. A reader is refused while a writer waits that has
+    /// [announced](Self::announce) itself and has waited longer.
+    ///
+    /// Idempotent by lock id, as [`attempt`](Self::attempt). An id that is not one of
+    /// [`generate_shared_lock_id`] is `InvalidArgument`; so is every call of the default, for a backend without shared
+    /// leases.
+    fn grant_shared(&self, attempt: &SharedAttempt<'_>, cancel: &CancelToken) -> Result<Option<Grant>> {
+        let _ = (attempt, cancel);
+        Err(shared::no_readers())
+    }
+
+    /// [`release_by`](Self::release_by) of a reader of this key. The default releases by the id.
+    fn release_shared(&self, key: &str, lock_id: &str, deadline: Moment) -> Result<ReleaseOutcome> {
+        let _ = key;
+        self.release_by(lock_id, deadline)
+    }
+
+    /// Announces that a writer waits for a key that is shared. It is a help, never a promise: readers that yield
+    /// wait no longer than it lasts. The default announces nothing.
+    fn announce(&self, intent: &Intent<'_>, deadline: Moment) -> Result<()> {
+        let _ = (intent, deadline);
+        Ok(())
+    }
+
+    /// Takes an announcement back: its writer waits no more. The default does nothing.
+    fn withdraw(&self, id: &str, deadline: Moment) -> Result<()> {
+        let _ = (id, deadline);
+        Ok(())
+    }
+
+    /// [`fence_statement`](LockBackend::fence_statement) for a reader.
+    #[doc(hidden)]
+    fn fence_statement_shared(&self, key: &str, fence: Fence, lock_id: &str) -> Result<String> {
+        let _ = (key, fence, lock_id);
         Err(outside_the_database())
     }
 

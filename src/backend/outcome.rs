@@ -96,19 +96,28 @@ pub struct Renewal<'a> {
     pub version: Option<Version>,
     /// Its new time to live.
     pub ttl: Duration,
+    /// Whether it is a reader's.
+    pub shared: bool,
 }
 
 impl<'a> Renewal<'a> {
     /// The renewal of a lease of which no version is known.
     #[must_use]
     pub const fn new(key: &'a str, lock_id: &'a str, fence: Fence, ttl: Duration) -> Self {
-        Self { key, lock_id, fence, version: None, ttl }
+        Self { key, lock_id, fence, version: None, ttl, shared: false }
     }
 
     /// The same, as a change of this version.
     #[must_use]
     pub const fn with_version(mut self, version: Option<Version>) -> Self {
         self.version = version;
+        self
+    }
+
+    /// The same for a reader.
+    #[must_use]
+    pub const fn of_reader(mut self) -> Self {
+        self.shared = true;
         self
     }
 }

@@ -100,7 +100,7 @@ impl PgLockClientBuilder {
         self
     }
 
-    /// The optional table beside that of the leases, which only some calls need: see
+    /// The optional table beside that of the leases, which shared leases need: see [`read_lock`](PgLockClient::read_lock) and
     /// [`create_members_table`](Self::create_members_table). Default `syncguard_members`, or the name of the
     /// leases' table and `_members` where that is not the default. Clients that share keys must agree on it.
     ///
@@ -458,6 +458,7 @@ impl PgLockClientBuilder {
             store_key_debug: self.store_key_debug,
             cleanup_in_is_locked: self.cleanup_in_is_locked,
             wake_ups: self.wake_ups,
+            auto_create: self.auto_create_tables,
             members_table: self.create_members_table,
         };
         let database = Arc::new(Database::new(source(&self), self.operation_timeout));

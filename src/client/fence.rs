@@ -24,6 +24,9 @@ impl LockGuard {
     /// check fails, even if the same key has the same fence there: the lease's row must carry this
     /// guard's lock id.
     ///
+    /// For a reader it says that no writer had the key since its grant, and none gets it before the transaction
+    /// ends. It needs `SELECT` on the table of members, too.
+    ///
     /// ```no_run
     /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
     /// # use syncguard::postgres::{Client, NoTls};
@@ -49,6 +52,11 @@ impl LockGuard {
     /// its connection is the caller's. The wait for the counter row is as short as another's acquire.
     pub fn fence_transaction(&self, transaction: &mut postgres::Transaction<'_>) -> Result<()> {
         self.check_process()?;
+        if self.is_shared() {
+            let statement =
+                self.backend().fence_statement_shared(self.key(), self.fence(), self.lock_id())?;
+            return run_check(transaction, &statement).map_err(|error| error.with_key(self.key()));
+        }
         assert_fence(&**self.backend(), transaction, self.key(), self.fence(), Some(self.lock_id()))
     }
 

@@ -11,6 +11,7 @@ mod once;
 mod operations;
 mod port;
 mod semaphore;
+mod shared;
 
 use std::fmt;
 use std::sync::Arc;
@@ -48,7 +49,7 @@ pub use builder::PgLockClientBuilder;
 ///
 /// | calls | at most |
 /// | --- | --- |
-/// | `lock`, `lock_all`, `advisory_lock` and their kin | `timeout` of the options, 5 s by default, waiting for a connection and connecting included; forever with `wait_forever` |
+/// | `lock`, `read_lock`, `lock_all`, `advisory_lock` and their kin | `timeout` of the options, 5 s by default, waiting for a connection and connecting included; forever with `wait_forever` |
 /// | `with_lock` | that, the time of its closure, and `drop_timeout` |
 /// | `elect` | no limit: see there |
 /// | `run_once` | the time of its job, and as [`LockClient::run_once`] says |

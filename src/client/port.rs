@@ -4,8 +4,9 @@ use std::time::Duration;
 
 use crate::backend::{
     AcquireResult, Attempt, AttemptAll, BeginOutcome, BeginRun, Capabilities, Connections, ExtendOutcome,
-    Grant, GrantAll, Holder, LockBackend, LockCourse, LockInfo, LockInfoRaw, Lookup, MarkOutcome, MarkRun,
-    MarkStep, OnHeard, PermitAttempt, PermitGrant, ReleaseOutcome, RenewOutcome, Renewal, Watch,
+    Grant, GrantAll, Holder, Intent, LockBackend, LockCourse, LockInfo, LockInfoRaw, Lookup, MarkOutcome,
+    MarkRun, MarkStep, OnHeard, PermitAttempt, PermitGrant, ReleaseOutcome, RenewOutcome, Renewal,
+    SharedAttempt, Watch,
 };
 use crate::cancel::CancelToken;
 use crate::client::PgLockClient;
@@ -90,6 +91,21 @@ impl LockBackend for PgLockClient {
     }
     fn fence_statement_all(&self, leases: &[(&str, Fence, &str)]) -> Result<String> {
         self.locks.backend().fence_statement_all(leases)
+    }
+    fn grant_shared(&self, attempt: &SharedAttempt<'_>, cancel: &CancelToken) -> Result<Option<Grant>> {
+        self.locks.backend().grant_shared(attempt, cancel)
+    }
+    fn release_shared(&self, key: &str, lock_id: &str, deadline: Moment) -> Result<ReleaseOutcome> {
+        self.locks.backend().release_shared(key, lock_id, deadline)
+    }
+    fn announce(&self, intent: &Intent<'_>, deadline: Moment) -> Result<()> {
+        self.locks.backend().announce(intent, deadline)
+    }
+    fn withdraw(&self, id: &str, deadline: Moment) -> Result<()> {
+        self.locks.backend().withdraw(id, deadline)
+    }
+    fn fence_statement_shared(&self, key: &str, fence: Fence, lock_id: &str) -> Result<String> {
+        self.locks.backend().fence_statement_shared(key, fence, lock_id)
     }
     fn begin_run(&self, begin: &BeginRun<'_>, cancel: &CancelToken) -> Result<BeginOutcome> {
         self.locks.backend().begin_run(begin, cancel)

@@ -36,6 +36,8 @@ pub(crate) struct Settings {
     pub(crate) cleanup_in_is_locked: bool,
     /// Whether releases notify waiters in other processes, and waiters listen for them.
     pub(crate) wake_ups: bool,
+    /// Whether what is missing is made.
+    pub(crate) auto_create: bool,
     /// Whether set-up makes the table of members, too.
     pub(crate) members_table: bool,
 }

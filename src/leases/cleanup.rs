@@ -15,9 +15,7 @@ use crate::pg::answers::{int, malformed, required};
 use crate::pg::names::PLAIN_NAMES;
 use crate::threads::spawn;
 
-/// How long a lease must be over before cleanup may delete its row, in milliseconds after its
-/// expiry: the tolerance, and as much again, so that no extend can still be on its way.
-pub const CLEANUP_GUARD_MS: i64 = 2000;
+pub use crate::leases::fragments::CLEANUP_GUARD_MS;
 
 /// The least time between two cleanups that reads cause.
 const PAUSE: Duration = Duration::from_secs(1);
@@ -76,8 +74,43 @@ impl PostgresBackend {
             let (deleted, found) = (required(int(row, 0)?)?, required(int(row, 1)?)?);
             if deleted < found { Err(swallowed().into()) } else { Ok(deleted) }
         });
-        let deleted = deleted.map_err(LockError::from)?;
-        u64::try_from(deleted).map_err(|_| malformed())
+        let deleted = u64::try_from(deleted.map_err(LockError::from)?).map_err(|_| malformed())?;
+        let left = limit.saturating_sub(u32::try_from(deleted).unwrap_or(limit));
+        Ok(deleted + self.cleanup_members(left, end)?)
+    }
+
+    /// The same for members and announcements, where their table is there and the role may.
+    fn cleanup_members(&self, limit: u32, end: Instant) -> Result<u64> {
+        let never = CancelToken::never();
+        if limit == 0 || !self.has_members(end, &never)? {
+            return Ok(0);
+        }
+        let deleted = self.run(end, &never, |session, at| {
+            let members = &at.tables.members;
+            let sql = format!(
+                "WITH old AS MATERIALIZED (\
+                   SELECT m.lock_id FROM {members} AS m \
+                   WHERE m.expires_at_ms < (SELECT {CLOCK}) - {CLEANUP_GUARD_MS} \
+                   LIMIT {limit} FOR UPDATE SKIP LOCKED), \
+                 gone AS (DELETE FROM {members} AS m USING old WHERE m.lock_id = old.lock_id RETURNING 1) \
+                 SELECT (SELECT count(*) FROM gone), (SELECT count(*) FROM old)"
+            );
+            let message = Message::new()
+                .raw(session.prelude())
+                .raw(PLAIN_NAMES)
+                .raw("SET LOCAL synchronous_commit TO off; SET LOCAL enable_seqscan TO on")
+                .raw(sql);
+            let answers = session.commit(&message)?;
+            let row = required(answers.row(0)?)?;
+            let (deleted, found) = (required(int(row, 0)?)?, required(int(row, 1)?)?);
+            if deleted < found { Err(swallowed().into()) } else { Ok(deleted) }
+        });
+        match deleted {
+            Ok(deleted) => u64::try_from(deleted).map_err(|_| malformed()),
+            // Its rights are those of who cleans up leases.
+            Err(failure) if failure.refused_with() == Some("42501") => Ok(0),
+            Err(failure) => Err(LockError::from(failure)),
+        }
     }
 }
 

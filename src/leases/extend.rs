@@ -21,6 +21,7 @@ use crate::leases::backend::PostgresBackend;
 use crate::leases::refusals::swallowed;
 use crate::leases::release::StoredLease;
 use crate::leases::setup::ResolvedTables;
+use crate::leases::{shared, shared_renew};
 use crate::model::fence::Fence;
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::model::lock_id::{LockId, validate_lock_id};
@@ -46,7 +47,11 @@ pub(crate) fn extend(
     Ok(match change.run(backend, None, end)? {
         Moved::To { expires_at_ms, .. } => ExtendOutcome::Extended { expires_at_ms },
         Moved::Lost(LostReason::Expired) => ExtendOutcome::NotHeld(Some(Reason::Expired)),
-        Moved::Lost(_) => ExtendOutcome::NotHeld(Some(Reason::NotFound)),
+        Moved::Lost(_) => {
+            let reader = LockId::may_be_shared(lock_id.as_str());
+            let moved = if reader { shared::extend(backend, lock_id, ttl, end, cancel)? } else { None };
+            moved.unwrap_or(ExtendOutcome::NotHeld(Some(Reason::NotFound)))
+        }
     })
 }
 
@@ -252,6 +257,18 @@ pub(crate) fn renew(
     leases: &[Renewal<'_>],
     end: Instant,
 ) -> Vec<Result<RenewOutcome>> {
+    if !leases.iter().any(|lease| lease.shared) {
+        return renew_plain(backend, leases, end);
+    }
+    let (readers, plain): (Vec<_>, Vec<_>) = leases.iter().partition(|lease| lease.shared);
+    let plain: Vec<Renewal<'_>> = plain.into_iter().copied().collect();
+    let mut plain = renew_plain(backend, &plain, end).into_iter();
+    let mut readers = shared_renew::renew(backend, &readers, end).into_iter();
+    let mut answer = |lease: &Renewal<'_>| if lease.shared { readers.next() } else { plain.next() };
+    leases.iter().map(|lease| answer(lease).unwrap_or(Ok(RenewOutcome::Busy))).collect()
+}
+
+fn renew_plain(backend: &PostgresBackend, leases: &[Renewal<'_>], end: Instant) -> Vec<Result<RenewOutcome>> {
     let mut batch = Batch::default();
     let taken: Vec<Result<()>> = leases.iter().map(|lease| batch.take(lease)).collect();
     let mut renewed = match batch.renew(backend, end) {

@@ -49,3 +49,7 @@ pub(super) fn busy() -> String {
            pg_catalog.age(pg_catalog.pg_snapshot_xmin(pg_catalog.pg_current_snapshot())::{XID})) AS busy"
     )
 }
+
+/// How long a lease must be over before cleanup may delete its row, in milliseconds after its
+/// expiry: the tolerance, and as much again, so that no extend can still be on its way.
+pub const CLEANUP_GUARD_MS: i64 = 2000;

@@ -9,7 +9,8 @@ use crate::leases::collation;
 use crate::leases::engine;
 use crate::leases::schema::TableNames;
 use crate::leases::setup::{ResolvedTables, setup_error};
-use crate::pg::answers::{required, text};
+use crate::leases::shared_sql::{GROUP, SharedStatements};
+use crate::pg::answers::{malformed, required, text};
 use crate::pg::{Failure, Message, Session};
 
 /// What the database said about the table.
@@ -34,13 +35,41 @@ fn survey(session: &mut Session<'_>, names: &TableNames, at: &ResolvedTables) ->
 }
 
 impl PostgresBackend {
+    /// The table of members is there, or made now.
+    pub(super) fn need_members(&self, end: Instant, cancel: &CancelToken) -> Result<()> {
+        if self.has_members(end, cancel)? {
+            return Ok(());
+        }
+        if !self.settings.auto_create {
+            return Err(LockError::invalid(
+                "shared leases need the table of members, which is not there: run the optional part of schema.sql, or call setup_schema() of a client that was built with create_members_table(true), and check members_table_name",
+            ));
+        }
+        let at = self.find_tables(end, cancel)?;
+        self.set_up_members(&at, end)?;
+        if self.has_members(end, cancel)? { Ok(()) } else { Err(malformed()) }
+    }
+
+    /// Whether the table of members is there. What is not there is looked for again the next time.
+    pub(super) fn has_members(&self, end: Instant, cancel: &CancelToken) -> Result<bool> {
+        let at = self.find_tables(end, cancel)?;
+        if at.shared.get().is_some() {
+            return Ok(true);
+        }
+        let found = self.database.run(end, cancel, |session| survey(session, &self.names, &at))?;
+        if found.there {
+            let _ = at.shared.set(SharedStatements::new(&at.tables, at.notifies));
+            if found.unlogged {
+                log::warn!("the table of members is UNLOGGED: a crash empties it; ALTER TABLE … SET LOGGED");
+            }
+        }
+        Ok(found.there)
+    }
+
     /// Creates what is missing of the table of members and its indexes, beside the tables `at`.
     pub(super) fn set_up_members(&self, at: &ResolvedTables, end: Instant) -> Result<()> {
         let never = CancelToken::never();
         let found = self.database.run(end, &never, |session| survey(session, &self.names, at))?;
-        if found.unlogged {
-            log::warn!("the table of members is UNLOGGED: a crash empties it; ALTER TABLE … SET LOGGED");
-        }
         if found.there && found.has_indexes {
             return Ok(());
         }
@@ -50,4 +79,19 @@ impl PostgresBackend {
         log::info!("the table of members was made, or completed, in the schema {:?}", at.tables.schema);
         Ok(())
     }
+}
+
+/// Whether a row's lock id is that of a group.
+pub(super) fn is_group(lock_id: &str) -> bool {
+    lock_id.starts_with(GROUP)
+}
+
+/// The statements, prepared on this connection. Only after the table was found.
+pub(super) fn prepared<'a>(
+    session: &mut Session<'_>,
+    at: &'a ResolvedTables,
+) -> Result<&'a SharedStatements, Failure> {
+    let statements = at.shared.get().ok_or_else(malformed)?;
+    session.prepare(&statements.all())?;
+    Ok(statements)
 }

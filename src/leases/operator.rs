@@ -13,7 +13,9 @@ use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::leases::backend::PostgresBackend;
 use crate::leases::fragments::{CLOCK, live};
+use crate::leases::members::is_group;
 use crate::leases::setup::ResolvedTables;
+use crate::leases::shared_sql::GROUP;
 use crate::model::fence::Fence;
 use crate::model::hash::hash_key;
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
@@ -125,16 +127,34 @@ impl Operator {
     /// # Ok::<(), syncguard::LockError>(())
     /// ```
     pub fn holders_raw(&self, limit: u32) -> Result<Vec<LockInfoRaw>> {
-        self.ask(|at| {
-            let (locks, alive) = (&at.tables.locks, live("l.expires_at_ms", "t.now"));
+        // Without it, or the right to read it, nobody knows how many there are.
+        let end = self.backend.database.end();
+        let members = self.backend.has_members(end, &CancelToken::never()).unwrap_or(false);
+        let readers = |at: &ResolvedTables| {
+            if !members {
+                return "NULL".to_owned();
+            }
+            let alive = live("m.expires_at_ms", "t.now");
             format!(
-                "SELECT l.user_key, l.lock_id, l.expires_at_ms, l.acquired_at_ms, l.fence \
+                "CASE WHEN pg_catalog.starts_with(l.lock_id, '{GROUP}') THEN (SELECT count(*) FROM {} AS m \
+                 WHERE m.key = l.key AND m.role = 's' AND m.fence = l.fence AND {alive}) END",
+                at.tables.members
+            )
+        };
+        self.ask(|at| {
+            let (locks, alive, readers) = (&at.tables.locks, live("l.expires_at_ms", "t.now"), readers(at));
+            format!(
+                "SELECT l.user_key, l.lock_id, l.expires_at_ms, l.acquired_at_ms, l.fence, {readers} \
                  FROM {locks} AS l, (SELECT {CLOCK} AS now OFFSET 0) AS t WHERE {alive} \
                  ORDER BY l.expires_at_ms DESC LIMIT {limit}"
             )
         })?
         .iter()
-        .map(lease)
+        .map(|row| {
+            let found = lease(row)?;
+            let readers = int(row, 5)?.and_then(|number| u32::try_from(number).ok());
+            Ok(if found.shared { found.shared_by(readers) } else { found })
+        })
         .collect()
     }
 
@@ -245,7 +265,8 @@ impl Operator {
     }
 
     /// Deletes rows of leases that have been over for more than 2 s, the oldest first, at most
-    /// `limit` of them. Returns how many. For a cron job; needs `DELETE` on the lock table.
+    /// `limit` of them; then members of shared keys that have been, as many as are left of that, if the role may.
+    /// Returns how many. For a cron job; needs `DELETE` on the lock table.
     ///
     /// Never touches a live lease or a fence counter, never waits for a locked row. After it, a late
     /// release or extend is "not found" rather than "expired": only telemetry sees the difference.
@@ -336,12 +357,13 @@ impl Operator {
 /// A row `(user key, lock id, expiry, acquisition, fence, …)`, a permit under its semaphore's name.
 pub(super) fn lease(row: &Row) -> Result<LockInfoRaw> {
     let fence = required(text(row, 4)?)?.parse().map_err(|error| malformed().with_source(error))?;
-    Ok(LockInfoRaw::new(
+    let found = LockInfoRaw::new(
         required(text(row, 0)?)?.to_owned(),
         required(text(row, 1)?)?.to_owned(),
         required(int(row, 2)?)?,
         required(int(row, 3)?)?,
         fence,
     )
-    .under_its_name())
+    .under_its_name();
+    Ok(if is_group(&found.lock_id) { found.shared_by(None) } else { found })
 }

@@ -4,8 +4,9 @@ use std::time::Duration;
 
 use crate::backend::{
     AcquireResult, Attempt, AttemptAll, BeginOutcome, BeginRun, Capabilities, Connections, ExtendOutcome,
-    Grant, GrantAll, Holder, LockBackend, LockInfo, LockInfoRaw, Lookup, MarkOutcome, MarkRun, MarkStep,
-    OnHeard, PermitAttempt, PermitGrant, ReleaseOutcome, RenewOutcome, Renewal, TimeAuthority, Watch,
+    Grant, GrantAll, Holder, Intent, LockBackend, LockInfo, LockInfoRaw, Lookup, MarkOutcome, MarkRun,
+    MarkStep, OnHeard, PermitAttempt, PermitGrant, ReleaseOutcome, RenewOutcome, Renewal, SharedAttempt,
+    TimeAuthority, Watch,
 };
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
@@ -13,7 +14,7 @@ use crate::leases::acquire::Acquire;
 use crate::leases::backend::PostgresBackend;
 use crate::leases::permits::{self, AcquirePermit};
 use crate::leases::several::AcquireAll;
-use crate::leases::{extend, once, once_sql, read, release, several, sql};
+use crate::leases::{extend, once, once_sql, read, release, several, shared, sql};
 use crate::model::fence::Fence;
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES, validate_limit};
 use crate::model::lock_id::LockId;
@@ -87,7 +88,8 @@ impl LockBackend for PostgresBackend {
     }
 
     fn prolong(&self, lease: &Renewal<'_>, deadline: Moment) -> Result<RenewOutcome> {
-        extend::prolong(self, lease, self.database.end_by(deadline))
+        let end = self.database.end_by(deadline);
+        if lease.shared { shared::prolong(self, lease, end) } else { extend::prolong(self, lease, end) }
     }
 
     fn renew(&self, leases: &[Renewal<'_>], deadline: Moment) -> Vec<Result<RenewOutcome>> {
@@ -151,6 +153,31 @@ impl LockBackend for PostgresBackend {
 
     fn fence_statement_all(&self, leases: &[(&str, Fence, &str)]) -> Result<String> {
         several::fence_statement(self, leases, self.database.end())
+    }
+
+    fn grant_shared(&self, attempt: &SharedAttempt<'_>, cancel: &CancelToken) -> Result<Option<Grant>> {
+        shared::join(self, attempt, cancel)
+    }
+
+    fn release_shared(&self, key: &str, lock_id: &str, deadline: Moment) -> Result<ReleaseOutcome> {
+        release::release_shared(
+            self,
+            &Key::new(key)?,
+            &LockId::parse(lock_id)?,
+            self.database.end_by(deadline),
+        )
+    }
+
+    fn announce(&self, intent: &Intent<'_>, deadline: Moment) -> Result<()> {
+        shared::announce(self, intent, self.database.end_by(deadline))
+    }
+
+    fn withdraw(&self, id: &str, deadline: Moment) -> Result<()> {
+        shared::withdraw(self, id, self.database.end_by(deadline))
+    }
+
+    fn fence_statement_shared(&self, key: &str, fence: Fence, lock_id: &str) -> Result<String> {
+        shared::fence_statement(self, key, fence, lock_id)
     }
 
     fn begin_run(&self, begin: &BeginRun<'_>, cancel: &CancelToken) -> Result<BeginOutcome> {

@@ -8,6 +8,7 @@ use crate::error::{LockError, Result};
 use crate::leases::backend::PostgresBackend;
 use crate::leases::cleanup;
 use crate::leases::setup::ResolvedTables;
+use crate::leases::shared_read;
 use crate::model::fence::Fence;
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::model::lock_id::LockId;
@@ -55,7 +56,9 @@ pub(crate) fn holder(
     let read = |row: &Row| {
         // For a text alone: a fence that cannot be read makes the row no less live.
         let fence = text(row, 4)?.and_then(|fence| fence.parse().ok());
-        live_holder(backend, int(row, 2)?, int(row, 5)?, fence)
+        let holder = live_holder(backend, int(row, 2)?, int(row, 5)?, fence)?;
+        let lock_id = text(row, 1)?;
+        Ok(holder.map(|holder| shared_read::marked(holder, lock_id)))
     };
     ask(backend, (end, cancel), |at| &at.statements.by_key, &storage_key, read)
         .map_err(|error| error.with_key(key.as_str()))
@@ -73,13 +76,22 @@ pub(crate) fn lookup(
             let (storage_key, _) = key.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?;
             let read = |row: &Row| live_row(row, None);
             ask(backend, (end, cancel), |at| &at.statements.by_key, &storage_key, read)
+                .and_then(|found| {
+                    found.map(|found| shared_read::shown(backend, found, (end, cancel))).transpose()
+                })
                 .map_err(|error| error.with_key(key.as_str()))
         }
         Lookup::LockId(id) => {
             let id = LockId::parse(id)?;
             let read = |row: &Row| live_row(row, Some(id.as_str()));
-            ask(backend, (end, cancel), |at| &at.statements.by_id, id.as_str(), read)
-                .map_err(|error| error.with_lock_id(id.as_str()))
+            let found = ask(backend, (end, cancel), |at| &at.statements.by_id, id.as_str(), read);
+            match found {
+                Ok(None) if LockId::may_be_shared(id.as_str()) => {
+                    shared_read::lookup(backend, &id, (end, cancel))
+                }
+                found => found,
+            }
+            .map_err(|error| error.with_lock_id(id.as_str()))
         }
     }
 }

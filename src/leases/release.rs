@@ -18,6 +18,7 @@ use crate::leases::backend::PostgresBackend;
 use crate::leases::notify::notify_waiters;
 use crate::leases::refusals::{cannot_notify, is_all_or_nothing, swallowed};
 use crate::leases::setup::ResolvedTables;
+use crate::leases::shared;
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES, semaphore_of};
 use crate::model::lock_id::LockId;
 use crate::model::time::{TIME_TOLERANCE_MS, is_live};
@@ -33,12 +34,38 @@ pub(crate) fn release(
     end: Instant,
     cancel: &CancelToken,
 ) -> Result<ReleaseOutcome> {
-    release_with(backend, lock_id, end, cancel, |session, at| {
+    let outcome = release_with(backend, lock_id, end, cancel, |session, at| {
         if cancel.is_never() {
             one_message(session, at, lock_id, None)
         } else {
             two_messages(session, at, lock_id)
         }
+    })?;
+    if outcome != ReleaseOutcome::NotHeld(Some(Reason::NotFound))
+        || !LockId::may_be_shared(lock_id.as_str())
+        || !backend.has_members(end, cancel)?
+    {
+        return Ok(outcome);
+    }
+    // It may be a reader's.
+    release_with(backend, lock_id, end, cancel, |session, at| {
+        Ok(shared::release(session, at, lock_id, cancel)?.unwrap_or(outcome))
+    })
+}
+
+/// Releases a reader of this key.
+pub(super) fn release_shared(
+    backend: &PostgresBackend,
+    key: &Key,
+    lock_id: &LockId,
+    end: Instant,
+) -> Result<ReleaseOutcome> {
+    let (storage_key, _) = key.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?;
+    let never = CancelToken::never();
+    let found = backend.has_members(end, &never)?;
+    release_with(backend, lock_id, end, &never, |session, at| {
+        let left = if found { shared::leave(session, at, &storage_key, lock_id, &never)? } else { None };
+        Ok(left.unwrap_or(ReleaseOutcome::NotHeld(Some(Reason::NotFound))))
     })
 }
 

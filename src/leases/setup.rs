@@ -12,6 +12,7 @@ use crate::leases::once_sql::RunStatements;
 use crate::leases::permit_sql::PermitStatements;
 use crate::leases::schema::{Survey, TableNames, Tables};
 use crate::leases::several_sql::SetStatements;
+use crate::leases::shared_sql::SharedStatements;
 use crate::leases::sql::Statements;
 use crate::pg::answers::{required, text};
 use crate::pg::{Database, Failure, Message, Session};
@@ -28,6 +29,8 @@ pub(super) struct ResolvedTables {
     is_utf8: bool,
     /// Those of runs, made with the first run.
     pub(super) runs: OnceLock<RunStatements>,
+    /// Those of shared leases, made when the table of members is found.
+    pub(super) shared: OnceLock<SharedStatements>,
 }
 
 impl ResolvedTables {
@@ -135,6 +138,7 @@ pub(super) fn resolve(
         notifies,
         is_utf8,
         runs: OnceLock::new(),
+        shared: OnceLock::new(),
     })
 }
 

@@ -255,7 +255,7 @@ fn view(tables: &Tables) -> String {
 
 /// Raises the counter `$2` where `condition` has a row, and if it may be raised: neither beyond the
 /// limit, nor from a number that nobody can have counted to. Answers the new number and, after it, `more`.
-fn raise(tables: &Tables, condition: &str, more: &str) -> String {
+pub(super) fn raise(tables: &Tables, condition: &str, more: &str) -> String {
     let fences = &tables.fences;
     let (column, value) = tables.key_debug("$3");
     format!(
@@ -268,7 +268,7 @@ fn raise(tables: &Tables, condition: &str, more: &str) -> String {
 
 /// Writes the row of `(storage key, fence key, user key, lock id, ttl ms)` with the number and the
 /// time that `fence` and `now` name in `source`.
-fn insert(tables: &Tables, (fence, now): (&str, &str), source: &str, conflict: &str) -> String {
+pub(super) fn insert(tables: &Tables, (fence, now): (&str, &str), source: &str, conflict: &str) -> String {
     let locks = &tables.locks;
     format!(
         "u AS (\

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::backend::{
     Attempt, AttemptAll, Grant, GrantAll, Holder, LockBackend, LockEnding, LockKind, LostReason,
-    PermitAttempt, RenewOutcome, Renewal,
+    PermitAttempt, RenewOutcome, Renewal, SharedAttempt,
 };
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
@@ -34,6 +34,10 @@ pub(super) struct LockCall {
     pub(super) kind: LockKind,
     /// How many permits the semaphore has, if one of them is asked for.
     pub(super) permits: Option<u32>,
+    /// Whether the key is asked for as one of its readers.
+    pub(super) shared: bool,
+    /// Since when it is asked for.
+    pub(super) since: Moment,
     /// Where several keys are asked for at once: those after the first, by their bytes.
     pub(super) other_keys: Vec<Arc<str>>,
     pub(super) options: ResolvedOptions,
@@ -128,6 +132,11 @@ impl LockCall {
         let engine = handle.engine();
         let sent = engine.clock.now();
         let answer = match permits {
+            None if self.shared => {
+                let waited = sent.since(self.since);
+                request_shared(engine, (key, waited), options.ttl, end, token)?
+                    .map(|grant| (Arc::clone(key), grant))
+            }
             None => request(engine, key, options.ttl, end, token)?.map(|grant| (Arc::clone(key), grant)),
             Some(limit) => request_permit(engine, (key, *limit), options.ttl, end, token)?,
         };
@@ -146,7 +155,9 @@ impl LockCall {
         grant: Grant,
         course: (&Arc<Course>, u64),
     ) -> Result<Option<Leases>> {
-        let Some(granted) = with_time_left(self.engine(), key, self.options.ttl, end, sent, grant) else {
+        let Some(granted) =
+            with_time_left(self.engine(), key, self.shared, self.options.ttl, (end, sent), grant)
+        else {
             return Ok(None);
         };
         let first = self.guard_state(key, granted, CancelToken::new(), None);
@@ -170,7 +181,7 @@ impl LockCall {
                 release_later(engine, key, &grant.acquired.lock_id, self.options.ttl);
                 continue;
             }
-            match with_time_left(engine, key, self.options.ttl, end, sent, grant) {
+            match with_time_left(engine, key, false, self.options.ttl, (end, sent), grant) {
                 Some(lease) => granted.push((key, lease)),
                 None => late = true,
             }
@@ -211,6 +222,7 @@ impl LockCall {
             key: Arc::clone(key),
             lock_id: granted.lock_id.into_boxed_str(),
             fence: granted.fence,
+            shared: self.shared,
             min_hold_end: now.after(options.min_hold),
             lease: Mutex::new(Lease::new(&Terms {
                 sent,
@@ -350,7 +362,31 @@ pub(super) fn under_own_id<T>(
     ttl: Duration,
     ask: impl FnOnce(&str) -> Result<T>,
 ) -> Result<T> {
-    let lock_id = LockId::generate()?;
+    under_id(engine, key, ttl, &LockId::generate()?, ask)
+}
+
+/// The same for a reader of the key, which has waited for so long.
+fn request_shared(
+    engine: &Arc<Engine>,
+    (key, waited): (&str, Duration),
+    ttl: Duration,
+    end: Moment,
+    token: &CancelToken,
+) -> Result<Option<Grant>> {
+    under_id(engine, key, ttl, &LockId::generate_shared()?, |lock_id| {
+        let attempt = Attempt { key, lock_id, ttl, deadline: engine.call_deadline(end) };
+        engine.backend.grant_shared(&SharedAttempt::new(attempt, waited), token)
+    })
+    .map_err(|error| error.with_key(key))
+}
+
+fn under_id<T>(
+    engine: &Arc<Engine>,
+    key: &str,
+    ttl: Duration,
+    lock_id: &LockId,
+    ask: impl FnOnce(&str) -> Result<T>,
+) -> Result<T> {
     let may_last = may_last(engine, ttl);
     change(may_last, || ask(lock_id.as_str())).map_err(|mut error| {
         if error.lock_id().is_none() {
@@ -368,9 +404,9 @@ pub(super) fn under_own_id<T>(
 fn with_time_left(
     engine: &Arc<Engine>,
     key: &str,
+    shared: bool,
     ttl: Duration,
-    end: Moment,
-    sent: Moment,
+    (end, sent): (Moment, Moment),
     mut granted: Grant,
 ) -> Option<(Moment, Grant)> {
     let now = engine.clock.now();
@@ -383,6 +419,7 @@ fn with_time_left(
         fence: granted.acquired.fence,
         version: granted.version,
         ttl,
+        shared,
     };
     let answer = change(ttl, || engine.backend.prolong(&lease, engine.call_deadline(end)));
     let late = engine.clock.now() >= now.after(ttl);

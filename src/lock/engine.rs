@@ -22,6 +22,7 @@ use crate::lock::course::Told;
 use crate::lock::registry::{PendingRelease, Registry};
 use crate::lock::report::{OnReleaseError, ReleaseErrorContext, ReleaseSource};
 use crate::model::key::{semaphore_of, waited_for};
+use crate::model::lock_id::LockId;
 use crate::model::time::{Clock, Moment};
 use crate::sync::{Condvar, Mutex};
 use crate::threads::{driver_unusable, drop_where_allowed, ignore_panic, run_detached, thread_locals_gone};
@@ -162,11 +163,11 @@ impl Engine {
     }
 
     /// Lets go of a lease, without a token.
-    pub(super) fn release_by(
-        &self,
-        context: &ReleaseErrorContext,
-        deadline: Moment,
-    ) -> Result<ReleaseOutcome> {
+    pub(super) fn release_by(&self, pending: &PendingRelease, deadline: Moment) -> Result<ReleaseOutcome> {
+        let context = &pending.context;
+        if pending.shared {
+            return self.backend.release_shared(&context.key, &context.lock_id, deadline);
+        }
         match semaphore_of(&context.key) {
             None => self.backend.release_by(&context.lock_id, deadline),
             Some(semaphore) => self.backend.release_permit(semaphore, &context.lock_id, deadline),
@@ -182,6 +183,7 @@ impl Engine {
                 source: ReleaseSource::Worker,
             },
             handler: self.on_release_error.clone(),
+            shared: LockId::may_be_shared(lock_id),
             min_hold_end: self.clock.now(),
             known: None,
             lease_end: over_at,
@@ -204,7 +206,7 @@ impl Engine {
         let release = move || {
             let deadline = engine.clock.now().after(engine.dispose_timeout);
             // The client is closed and nobody is left to tell; the lease also ends by itself.
-            let _ = engine.release_by(&pending.context, deadline);
+            let _ = engine.release_by(&pending, deadline);
         };
         if driver_unusable() {
             run_detached(release, |release| release());

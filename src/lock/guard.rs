@@ -90,6 +90,19 @@ impl LockGuard {
         permit_of(self.key()).map(|(_, number)| number)
     }
 
+    /// Whether it shares the key with other readers: see [`read_lock`](crate::LockClient::read_lock).
+    ///
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// assert!(client.read_lock("prices")?.is_shared());
+    /// assert!(!client.lock("prices")?.is_shared());
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    #[must_use]
+    pub fn is_shared(&self) -> bool {
+        self.state.shared
+    }
+
     /// The lease's id. Whoever knows it can release the lock: do not log it.
     ///
     /// ```
@@ -103,7 +116,8 @@ impl LockGuard {
         &self.state.lock_id
     }
 
-    /// The grant's fence: greater than that of every earlier grant of this key.
+    /// The grant's fence: greater than that of every earlier grant of this key. Readers that share a key have one
+    /// fence together.
     ///
     /// ```
     /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());

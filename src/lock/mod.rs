@@ -6,6 +6,7 @@
 //! | `attempt` | one attempt to take a lock |
 //! | `waiter` | the one loop that waits |
 //! | `semaphore` | what permits are asked for with |
+//! | `shared` | the locks of readers |
 //! | `lease` | the state machine of one lease: pure, with its invariants |
 //! | `lease_set` | leases that are held and lost together |
 //! | `guard`, `multi_guard` | what a holder of one key, and of several, sees of it |
@@ -39,6 +40,7 @@ mod release;
 mod report;
 mod semaphore;
 mod settings;
+mod shared;
 mod timer;
 mod waiter;
 mod worker;
@@ -94,7 +96,7 @@ use guard::run_holding;
 ///
 /// | calls | at most |
 /// | --- | --- |
-/// | `lock`, `lock_with` | `timeout` of the options, 5 s by default; forever with `wait_forever`. The first lock of a client with a heartbeat also has the backend prepare its renewals, once, in the same time |
+/// | `lock`, `lock_with`, `read_lock`, `read_lock_with` | `timeout` of the options, 5 s by default; forever with `wait_forever`. The first lock of a client with a heartbeat also has the backend prepare its renewals, once, in the same time |
 /// | `with_lock` | that, the time of its closure, and `dispose_timeout` |
 /// | `elect` | no limit: see there |
 /// | `run_once` | the time of its job, and as it says |
@@ -750,6 +752,8 @@ impl LockClient {
             key,
             kind: LockKind::Lock,
             permits: None,
+            shared: false,
+            since: self.engine().clock.now(),
             other_keys: Vec::new(),
             options,
             token,
@@ -771,6 +775,8 @@ impl LockClient {
             key,
             kind: LockKind::Set,
             permits: None,
+            shared: false,
+            since: self.engine().clock.now(),
             other_keys: normal.into_iter().collect(),
             options,
             token,

@@ -32,6 +32,8 @@ pub(super) struct GuardState {
     pub(super) key: Arc<str>,
     pub(super) lock_id: Box<str>,
     pub(super) fence: Fence,
+    /// Whether it is a reader's.
+    pub(super) shared: bool,
     /// The end of `min_hold`.
     pub(super) min_hold_end: Moment,
     pub(super) lease: Mutex<Lease>,
@@ -56,7 +58,14 @@ impl GuardState {
 
     /// What a renewal of it asks for.
     pub(super) fn renewal(&self, version: Option<Version>, ttl: Duration) -> Renewal<'_> {
-        Renewal { key: &self.key, lock_id: &self.lock_id, fence: self.fence, version, ttl }
+        Renewal {
+            key: &self.key,
+            lock_id: &self.lock_id,
+            fence: self.fence,
+            version,
+            ttl,
+            shared: self.shared,
+        }
     }
 
     /// The grant as it stands now.
@@ -73,6 +82,8 @@ impl GuardState {
 pub(super) struct PendingRelease {
     pub(super) context: ReleaseErrorContext,
     pub(super) handler: Option<OnReleaseError>,
+    /// Whether it is a reader's.
+    pub(super) shared: bool,
     /// The end of `min_hold`: until then the lease is kept.
     pub(super) min_hold_end: Moment,
     /// What was granted, and the newest version that was answered; nothing for a request whose answer
@@ -446,6 +457,7 @@ impl PendingRelease {
                 source,
             },
             handler: state.on_release_error.clone(),
+            shared: state.shared,
             min_hold_end: state.min_hold_end,
             known: Some((state.fence, state.lease.lock().version())),
             lease_end,

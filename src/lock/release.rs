@@ -91,7 +91,7 @@ fn release_or_keep(engine: &Engine, pending: &mut PendingRelease, rest: Duration
     let now = engine.clock.now();
     let deadline = now.after(rest);
     if now >= pending.min_hold_end {
-        return engine.release_by(&pending.context, deadline).map(ReleaseProgress::Done);
+        return engine.release_by(pending, deadline).map(ReleaseProgress::Done);
     }
     let left = pending.min_hold_end.since(now);
     if engine.registry.worker_queue.lock().ending.is_some() {
@@ -126,7 +126,9 @@ fn keep(
         return Ok(RenewOutcome::Lost(LostReason::RowMissing));
     };
     let ReleaseErrorContext { key, lock_id, .. } = &pending.context;
-    let outcome = engine.backend.prolong(&Renewal { key, lock_id, fence, version, ttl }, deadline)?;
+    let outcome = engine
+        .backend
+        .prolong(&Renewal { key, lock_id, fence, version, ttl, shared: pending.shared }, deadline)?;
     if let RenewOutcome::Renewed { version, .. } = outcome {
         pending.known = Some((fence, version));
     }

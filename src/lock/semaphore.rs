@@ -180,12 +180,15 @@ impl Semaphore {
         let options = options.resolve()?;
         let token = self.token.and(&options.cancel);
         let (handle, key) = (Arc::clone(&self.handle), Arc::clone(&self.name));
+        let (since, other_keys) = (handle.engine().clock.now(), Vec::new());
         Ok(LockCall {
             handle,
             key,
             kind: LockKind::Permit,
             permits: Some(self.limit),
-            other_keys: Vec::new(),
+            shared: false,
+            since,
+            other_keys,
             options,
             token,
         })

@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::thread::Thread;
 use std::time::Duration;
 
-use crate::backend::{Heard, Holder, LockBackend, Watch};
+use crate::backend::{Heard, Holder, Intent, LockBackend, Watch};
 use crate::cancel::Subscription;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::lock::attempt::{AttemptResult, Leases, LockCall};
@@ -26,6 +26,7 @@ use crate::lock::backend_call::ask;
 use crate::lock::course::{Course, failed};
 use crate::lock::engine::Engine;
 use crate::model::fence::Fence;
+use crate::model::lock_id::LockId;
 use crate::model::time::Moment;
 use crate::threads::catch_panic;
 use crate::waiting::{FREED, LISTENING, LOOK, QueuePlace};
@@ -77,8 +78,12 @@ fn wait(
         attempts: 0,
         conflict: None,
         holder: None,
+        intent: None,
     });
     let result = waiter.run();
+    if result.is_ok() {
+        waiter.withdraw();
+    }
     result.map_err(|error| match &waiter.waits_for {
         // What is unknown is so of all keys.
         Some(key) if error.key().is_none() && !error.is_outcome_unknown() => error.with_key(&**key),
@@ -96,6 +101,9 @@ fn own_queue(engine: &Engine) -> String {
 const FIRST_LOOK: Duration = Duration::from_millis(5);
 /// and grow up to this one.
 const LAST_LOOK: Duration = Duration::from_millis(250);
+
+/// How much longer than the pause after it a writer's announcement to readers counts.
+const INTENT: Duration = Duration::from_secs(1);
 
 /// After so long a wait the backend is asked to watch the key: what is free again sooner is not
 /// worth it.
@@ -125,6 +133,8 @@ struct Waiter {
     conflict: Option<LockError>,
     /// Who held the key at the last look, and when that was.
     holder: Option<(Holder, Moment)>,
+    /// A writer's announcement to readers: its id, and until when it counts.
+    intent: Option<(LockId, Moment)>,
 }
 
 impl Waiter {
@@ -133,9 +143,19 @@ impl Waiter {
     }
 
     fn run(&mut self) -> Result<Leases> {
+        let mut turn = 0;
+        if self.call.shared {
+            // Readers do not stand in each other's way: the first attempt is made out of turn, as `try_lock` does.
+            turn = 1;
+            if let Some(leases) = self.try_once(false)? {
+                return Ok(leases);
+            }
+            if turn >= self.call.options.max_attempts {
+                return Err(self.timed_out(None));
+            }
+        }
         // Whoever was before us most likely holds the key now.
         let mut look = self.take_turn()?;
-        let mut turn = 0;
         loop {
             turn += 1;
             if let Some(leases) = self.try_once(look)? {
@@ -170,6 +190,7 @@ impl Waiter {
         }
         // What tells of the old key must not outlive the place in its queue.
         (self.watch, self.registration, self.holder) = (None, None, None);
+        self.withdraw();
         self.place = self.engine().queue.join(&key);
         self.waits_for = Some(key);
         self.take_turn()?;
@@ -191,8 +212,11 @@ impl Waiter {
                 now
             } else if self.call.options.wake_ups && self.waits_for.is_some() {
                 self.watch_key(now);
-                now.after(self.look_interval(now))
+                let next = now.after(self.look_interval(now));
+                self.announce(now, next.min(end));
+                next
             } else {
+                self.announce(now, end);
                 Moment::NEVER
             };
             let calls = self.sleep(end.min(next_look))?;
@@ -254,7 +278,43 @@ impl Waiter {
         }
         let found = ask(|| engine.backend.holder(key, deadline, &self.call.token))?;
         self.holder = found.map(|holder| (holder, engine.clock.now()));
-        Ok(found.is_some())
+        // To ask as a reader is to look whether a writer is in the way.
+        Ok(found.is_some_and(|holder| !(holder.shared && self.call.shared)))
+    }
+
+    /// Tells readers that share the key that a writer waits for it, until the end of this pause and for
+    /// [`INTENT`] more. What fails only lets them go first.
+    fn announce(&mut self, now: Moment, pause_end: Moment) {
+        let readers = self.holder.is_some_and(|(holder, _)| holder.shared);
+        let Some(key) = self.waits_for.as_ref().filter(|_| readers && !self.call.shared) else { return };
+        if self.intent.as_ref().is_some_and(|(_, until)| pause_end.after(INTENT / 2) < *until) {
+            return;
+        }
+        let id = match self.intent.take() {
+            Some((id, _)) => id,
+            None => match LockId::generate_shared() {
+                Ok(id) => id,
+                Err(_) => return,
+            },
+        };
+        let engine = self.call.engine();
+        let (until, waited) = (pause_end.after(INTENT), now.since(self.start));
+        let intent = Intent::new(key, id.as_str(), waited, until.since(now));
+        let said = ask(|| engine.backend.announce(&intent, engine.call_deadline(self.end)));
+        match said {
+            Ok(()) => self.intent = Some((id, until)),
+            Err(error) => log::debug!("readers could not be told of a writer: {}", error.chain()),
+        }
+    }
+
+    /// Lets the readers go on: the writer has the key, or waits no more.
+    fn withdraw(&mut self) {
+        let Some((id, _)) = self.intent.take() else { return };
+        let engine = self.call.engine();
+        let deadline = engine.call_deadline(self.end);
+        if let Err(error) = ask(|| engine.backend.withdraw(id.as_str(), deadline)) {
+            log::debug!("an announcement to readers ends by itself: {}", error.chain());
+        }
     }
 
     /// One attempt, after a look if asked for.
@@ -343,12 +403,13 @@ impl Waiter {
                 format!("; another thread of this client{name} took it under fencing token {fence}")
             };
         }
-        let Some((Holder { fence: Some(fence), remaining, .. }, seen)) = self.holder else {
+        let Some((Holder { fence: Some(fence), remaining, shared }, seen)) = self.holder else {
             return String::new();
         };
         let rest = remaining.unwrap_or_default().saturating_sub(now.since(seen)).as_secs_f64();
+        let held = if shared { "shared by readers" } else { "held" };
         format!(
-            "; it is held under fencing token {fence}, and that lease ends in {rest:.1} s unless it is renewed"
+            "; it is {held} under fencing token {fence}, and that lease ends in {rest:.1} s unless it is renewed"
         )
     }
 

@@ -130,8 +130,10 @@
 mod call;
 mod control;
 mod fault;
+mod members;
 mod once;
 mod permits;
+mod readers;
 mod shared;
 mod store;
 mod time;
@@ -142,8 +144,9 @@ use std::time::Duration;
 
 use crate::backend::{
     AcquireResult, Attempt, AttemptAll, BeginOutcome, BeginRun, Capabilities, ExtendOutcome, Grant, GrantAll,
-    Holder, LockBackend, LockInfo, LockInfoRaw, Lookup, MarkOutcome, MarkRun, MarkStep, PermitAttempt,
-    PermitGrant, ReleaseOutcome, RenewOutcome, Renewal, TimeAuthority, check_set,
+    Holder, Intent, LockBackend, LockInfo, LockInfoRaw, Lookup, MarkOutcome, MarkRun, MarkStep,
+    PermitAttempt, PermitGrant, ReleaseOutcome, RenewOutcome, Renewal, SharedAttempt, TimeAuthority,
+    check_set,
 };
 use crate::cancel::CancelToken;
 use crate::error::{LockError, Result};
@@ -284,7 +287,7 @@ impl MemoryBackend {
         let live = self
             .call(call, Effect::Read, (deadline, cancel), |store, now| {
                 let live = store.live_by_key(&stored.base, now);
-                live.map(|live| Holder::until(Some(live.fence), live.expires_at_ms, now))
+                live.map(|live| Holder::until(Some(live.fence), live.expires_at_ms, now).shared(live.shared))
             })
             .map_err(|failure| failure.error().with_key(key))?;
         cancel.check()?;
@@ -464,6 +467,18 @@ impl LockBackend for MemoryBackend {
         };
         cancel.check()?;
         Ok(found)
+    }
+
+    fn grant_shared(&self, attempt: &SharedAttempt<'_>, cancel: &CancelToken) -> Result<Option<Grant>> {
+        self.join_call(attempt, cancel)
+    }
+
+    fn announce(&self, intent: &Intent<'_>, deadline: Moment) -> Result<()> {
+        self.announce_call(intent, deadline)
+    }
+
+    fn withdraw(&self, id: &str, deadline: Moment) -> Result<()> {
+        self.withdraw_call(id, deadline)
     }
 
     fn begin_run(&self, begin: &BeginRun<'_>, cancel: &CancelToken) -> Result<BeginOutcome> {

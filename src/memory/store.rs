@@ -14,6 +14,7 @@ use crate::backend::{
 };
 use crate::error::{ErrorCode, LockError, Result};
 use crate::memory::fault::Loss;
+use crate::memory::members::{GROUP, Readers};
 use crate::model::fence::Fence;
 use crate::model::key::Key;
 use crate::model::lock_id::LockId;
@@ -26,22 +27,28 @@ pub(super) struct Store {
     counters: BTreeMap<String, u64>,
     losses: BTreeMap<String, OrderedLoss>,
     /// How often a row was written.
-    writes: u64,
+    pub(super) writes: u64,
+    pub(super) readers: Readers,
 }
 
 #[derive(Clone, PartialEq, Eq)]
-struct Row {
+pub(super) struct Row {
     lock_id: String,
-    user_key: String,
+    pub(super) user_key: String,
     acquired_at_ms: i64,
-    expires_at_ms: i64,
-    fence: Fence,
+    pub(super) expires_at_ms: i64,
+    pub(super) fence: Fence,
     /// The write that made it what it is.
     version: u64,
 }
 
 impl Row {
-    fn is_live(&self, now: i64) -> bool {
+    /// Whether it is that of a key's readers.
+    pub(super) fn is_group(&self) -> bool {
+        self.lock_id.starts_with(GROUP)
+    }
+
+    pub(super) fn is_live(&self, now: i64) -> bool {
         is_live(self.expires_at_ms, now, TIME_TOLERANCE_MS)
     }
 
@@ -108,7 +115,7 @@ impl Store {
         let look = |store: &Self, (key, id): &(StoredKey, LockId)| {
             let row = store.rows.get(&key.base)?;
             let own = row.lock_id == id.as_str();
-            let holder = Holder::until(Some(row.fence), row.expires_at_ms, now);
+            let holder = Holder::until(Some(row.fence), row.expires_at_ms, now).shared(row.is_group());
             (own || row.is_live(now)).then_some((own, row.is_live(now), holder))
         };
         let seen: Vec<_> = leases.iter().map(|lease| look(self, lease)).collect();
@@ -167,6 +174,7 @@ impl Store {
 
     pub(super) fn release(&mut self, lock_id: &str, now: i64) -> ReleaseOutcome {
         match self.by_id(lock_id) {
+            None if LockId::may_be_shared(lock_id) => self.leave(lock_id, now),
             None => ReleaseOutcome::NotHeld(Some(Reason::NotFound)),
             Some((_, row)) if !row.is_live(now) => ReleaseOutcome::NotHeld(Some(Reason::Expired)),
             Some((base, _)) => {
@@ -180,6 +188,7 @@ impl Store {
     /// Nothing comes late here: what a server needs two messages for is one step.
     pub(super) fn extend(&mut self, lock_id: &str, ttl: Ttl, now: i64) -> ExtendOutcome {
         match self.live_row(lock_id, now) {
+            Err(Reason::NotFound) if LockId::may_be_shared(lock_id) => self.extend_reader(lock_id, ttl, now),
             Err(reason) => ExtendOutcome::NotHeld(Some(reason)),
             Ok((row, writes)) => {
                 (row.expires_at_ms, row.version) = (now.saturating_add(ttl.millis()), next(writes));
@@ -190,6 +199,9 @@ impl Store {
 
     /// Shortens the lease only for whoever names its version.
     pub(super) fn renew(&mut self, base: &str, lease: &Renewal<'_>, ttl: Ttl, now: i64) -> RenewOutcome {
+        if lease.shared {
+            return self.renew_reader(base, lease, ttl, now);
+        }
         if let Some((_, row)) = self.by_id(lease.lock_id).filter(|(_, row)| row.fence != lease.fence) {
             return RenewOutcome::Lost(LostReason::TakenOver { fence: row.fence });
         }
@@ -221,11 +233,21 @@ impl Store {
     }
 
     pub(super) fn live_by_key(&self, base: &str, now: i64) -> Option<LockInfoRaw> {
-        self.rows.get(base).filter(|row| row.is_live(now)).map(Row::info)
+        let row = self.rows.get(base).filter(|row| row.is_live(now))?;
+        Some(self.shown(base, row.info(), now))
+    }
+
+    pub(super) fn row(&self, base: &str) -> Option<&Row> {
+        self.rows.get(base)
+    }
+
+    pub(super) fn row_mut(&mut self, base: &str) -> Option<&mut Row> {
+        self.rows.get_mut(base)
     }
 
     pub(super) fn live_by_id(&self, lock_id: &str, now: i64) -> Option<LockInfoRaw> {
-        self.by_id(lock_id).map(|(_, row)| row).filter(|row| row.is_live(now)).map(Row::info)
+        let plain = self.by_id(lock_id).map(|(_, row)| row).filter(|row| row.is_live(now)).map(Row::info);
+        plain.or_else(|| self.live_reader(lock_id, now))
     }
 
     pub(super) fn live_count(&self, now: i64) -> usize {
@@ -332,7 +354,7 @@ impl Store {
 }
 
 /// The number of one more write.
-fn next(writes: &mut u64) -> u64 {
+pub(super) fn next(writes: &mut u64) -> u64 {
     *writes += 1;
     *writes
 }

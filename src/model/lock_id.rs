@@ -47,6 +47,33 @@ impl LockId {
         Ok(Self(URL_SAFE_NO_PAD.encode(bytes)))
     }
 
+    /// A fresh id of a reader: the same with a last character that 128 bits never end in.
+    pub(crate) fn generate_shared() -> Result<Self> {
+        let Self(mut id) = Self::generate()?;
+        let last = match id.pop() {
+            Some('A') => 'B',
+            Some('Q') => 'R',
+            Some('g') => 'h',
+            _ => 'x',
+        };
+        id.push(last);
+        Ok(Self(id))
+    }
+
+    /// Whether an id may be a reader's.
+    pub(crate) fn may_be_shared(lock_id: &str) -> bool {
+        lock_id.ends_with(['B', 'R', 'h', 'x'])
+    }
+
+    /// The id of a reader.
+    pub(crate) fn parse_shared(lock_id: &str) -> Result<Self> {
+        let id = Self::parse(lock_id)?;
+        if Self::may_be_shared(lock_id) {
+            return Ok(id);
+        }
+        Err(LockError::invalid("this is not the lock id of a reader: take one of generate_shared_lock_id"))
+    }
+
     pub(crate) fn parse(lock_id: &str) -> Result<Self> {
         validate_lock_id(lock_id).map(|()| Self(lock_id.to_owned()))
     }
@@ -77,6 +104,13 @@ mod tests {
             validate_lock_id(id).unwrap();
             assert_eq!(URL_SAFE_NO_PAD.decode(id).unwrap().len(), 16);
         }
+        for _ in 0..1000 {
+            assert!(!LockId::may_be_shared(LockId::generate().unwrap().as_str()));
+            let id = LockId::generate_shared().unwrap();
+            validate_lock_id(id.as_str()).unwrap();
+            assert!(LockId::parse_shared(id.as_str()).is_ok());
+        }
+        assert!(LockId::parse_shared(&"A".repeat(22)).is_err());
         // Each of the 128 bits is set about half the time.
         let mut ones = [0_u32; 128];
         for id in &ids {

@@ -9,12 +9,13 @@
 //! | --- | --- |
 //! | `acquire`, `attempt` | one `acquire`; contention is `fail`, reason `locked` |
 //! | `grant_permit` | the same, under the name of the semaphore |
+//! | `grant_shared` | the same for a reader |
 //! | `grant_all` | one `acquire` per key that was granted, or for the key in the way; an error is reported for each key |
-//! | `release`, `release_by`, `release_permit`, `release_all` | one `release` per lease; `fail` has reason `expired` or `not-found`, if known |
+//! | `release`, `release_by`, `release_permit`, `release_shared`, `release_all` | one `release` per lease; `fail` has reason `expired` or `not-found`, if known |
 //! | `extend`, `prolong` | one `extend`, likewise |
 //! | `renew` | one `extend` per lease; a busy row is `fail` without reason |
 //! | `is_locked` | one `isLocked`; *not locked* is `fail` without reason |
-//! | `holder`, `permits_in_use` | none: waiters ask often, and each attempt reports itself |
+//! | `holder`, `permits_in_use`, `announce`, `withdraw` | none: waiters ask often, and each attempt reports itself |
 //! | `lookup`, `lookup_raw` | one `lookup`; *not found* is `fail` without reason |
 //! | `begin_run` | one `acquire`; a slot that is done is `fail` without reason |
 //! | `mark_run` | one `release`, `ok` if the mark is there and the lease has ended by it; none for a claim |
@@ -62,9 +63,9 @@ use std::time::{Duration, Instant};
 
 use crate::backend::{
     AcquireResult, Attempt, AttemptAll, BeginOutcome, BeginRun, Capabilities, Connections, ExtendOutcome,
-    Grant, GrantAll, Holder, LockBackend, LockCourse, LockInfo, LockInfoRaw, Lookup, LostReason, MarkOutcome,
-    MarkRun, MarkStep, OnHeard, PermitAttempt, PermitGrant, Reason, ReleaseOutcome, RenewOutcome, Renewal,
-    Watch,
+    Grant, GrantAll, Holder, Intent, LockBackend, LockCourse, LockInfo, LockInfoRaw, Lookup, LostReason,
+    MarkOutcome, MarkRun, MarkStep, OnHeard, PermitAttempt, PermitGrant, Reason, ReleaseOutcome,
+    RenewOutcome, Renewal, SharedAttempt, Watch,
 };
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, Result};
@@ -329,6 +330,30 @@ impl<B: LockBackend> LockBackend for Telemetry<B> {
 
     fn fence_statement_all(&self, leases: &[(&str, Fence, &str)]) -> Result<String> {
         self.inner.fence_statement_all(leases)
+    }
+
+    fn grant_shared(&self, attempt: &SharedAttempt<'_>, cancel: &CancelToken) -> Result<Option<Grant>> {
+        let call = |inner: &B| inner.grant_shared(attempt, cancel);
+        self.report(Operation::Acquire, Subject::Key(attempt.attempt.key), call, |answer| match answer {
+            Some(grant) => (Ending::OK, Some(grant.acquired.lock_id.clone())),
+            None => (Ending::fail(Some(Reason::Locked)), None),
+        })
+    }
+
+    fn release_shared(&self, key: &str, lock_id: &str, deadline: Moment) -> Result<ReleaseOutcome> {
+        self.release_reported(lock_id, |inner| inner.release_shared(key, lock_id, deadline))
+    }
+
+    fn announce(&self, intent: &Intent<'_>, deadline: Moment) -> Result<()> {
+        self.inner.announce(intent, deadline)
+    }
+
+    fn withdraw(&self, id: &str, deadline: Moment) -> Result<()> {
+        self.inner.withdraw(id, deadline)
+    }
+
+    fn fence_statement_shared(&self, key: &str, fence: Fence, lock_id: &str) -> Result<String> {
+        self.inner.fence_statement_shared(key, fence, lock_id)
     }
 
     fn begin_run(&self, begin: &BeginRun<'_>, cancel: &CancelToken) -> Result<BeginOutcome> {

@@ -6,13 +6,14 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Functions that may fail and never wait: nobody is asked.
-const NEVER_WAIT: [&str; 9] = [
+const NEVER_WAIT: [&str; 10] = [
     "normalize_and_validate_key",
     "make_storage_key",
     "make_fence_key",
     "validate_lock_id",
     "following",
     "generate_lock_id",
+    "generate_shared_lock_id",
     "validate_ttl",
     "namespaced",
     "check",

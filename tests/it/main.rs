@@ -44,6 +44,7 @@
 //! | `server_settings` | The library on servers, roles and pools that are set up in ways it did not choose. |
 //! | `several` | Several keys at once on a real server: all or none in one message, ordinary rows, fenced together. |
 //! | `several_hosts` | Lists of hosts: silent ones, sockets beside TCP, standbys, and names without a name server. |
+//! | `shared` | Shared leases on a real server: many readers or one writer, whoever comes, dies, is broken or knows nothing of it. |
 //! | `swallowed_changes` | Triggers that swallow a change: a row that was found and not changed is an error that says so, and |
 
 use syncguard_test_support as support;
@@ -92,4 +93,5 @@ mod sequences;
 mod server_settings;
 mod several;
 mod several_hosts;
+mod shared;
 mod swallowed_changes;

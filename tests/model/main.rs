@@ -27,6 +27,7 @@ mod run_once;
 mod runners;
 mod server;
 mod several;
+mod shared;
 mod source;
 mod state;
 mod statements;

@@ -1,0 +1,70 @@
+//! What a backend is asked about shared leases, and what it answers.
+
+use std::fmt;
+use std::time::Duration;
+
+use crate::backend::outcome::Attempt;
+use crate::error::LockError;
+use crate::model::hash::hash_key;
+
+/// One attempt to share a key with its other readers.
+#[derive(Clone, Copy)]
+#[non_exhaustive]
+pub struct SharedAttempt<'a> {
+    /// The key, the lease's id, which is one of [`generate_shared_lock_id`](crate::backend::generate_shared_lock_id),
+    /// its ttl, and the deadline.
+    pub attempt: Attempt<'a>,
+    /// For how long it has been waited for the key: the reader yields to writers that have waited longer.
+    pub waited: Duration,
+}
+
+impl<'a> SharedAttempt<'a> {
+    /// An attempt of a reader that has waited for so long.
+    #[must_use]
+    pub const fn new(attempt: Attempt<'a>, waited: Duration) -> Self {
+        Self { attempt, waited }
+    }
+}
+
+impl fmt::Debug for SharedAttempt<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SharedAttempt").field("attempt", &self.attempt).field("waited", &self.waited).finish()
+    }
+}
+
+/// That a writer waits for a key which its readers share.
+#[derive(Clone, Copy)]
+#[non_exhaustive]
+pub struct Intent<'a> {
+    /// The key.
+    pub key: &'a str,
+    /// An id of its own, the same for the whole wait.
+    pub id: &'a str,
+    /// For how long the writer has waited.
+    pub waited: Duration,
+    /// For how long readers are to yield to it, unless it is said again.
+    pub lasts: Duration,
+}
+
+impl<'a> Intent<'a> {
+    /// The intent with this id.
+    #[must_use]
+    pub const fn new(key: &'a str, id: &'a str, waited: Duration, lasts: Duration) -> Self {
+        Self { key, id, waited, lasts }
+    }
+}
+
+impl fmt::Debug for Intent<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Intent")
+            .field("key_hash", &hash_key(self.key))
+            .field("waited", &self.waited)
+            .field("lasts", &self.lasts)
+            .finish_non_exhaustive()
+    }
+}
+
+/// What a backend without shared leases answers.
+pub(super) fn no_readers() -> LockError {
+    LockError::invalid("this backend has no shared leases: take the key with lock")
+}
