@@ -63,6 +63,8 @@ impl Operator {
             Err(error) if error.code() == ErrorCode::AuthFailed => {
                 findings.push(tables::schema_unseen(names.schema_or(None), here.role()));
             }
+            // Not PostgreSQL: nothing else that is found here would say so.
+            Err(error) if error.code() == ErrorCode::InvalidArgument => return Err(error),
             Err(error) => findings.push(unseen("the tables", &error)),
             Ok(survey) => {
                 findings.extend(tables::survey(&survey, names.follow_the_path(), here.role()));

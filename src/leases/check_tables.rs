@@ -106,7 +106,8 @@ fn kinds(session: &mut Session<'_>, tables: &Tables) -> Result<Vec<Finding>, Fai
             "SELECT t.which, c.relkind::text, c.relpersistence::text, c.relrowsecurity, \
                EXISTS (SELECT 1 FROM pg_inherits AS i WHERE i.inhparent = c.oid OR i.inhrelid = c.oid), \
                coalesce(c.reloptions::text, '') ILIKE '%autovacuum_enabled=false%' \
-                 OR coalesce(c.reloptions::text, '') ILIKE '%autovacuum_enabled=off%' \
+                 OR coalesce(c.reloptions::text, '') ILIKE '%autovacuum_enabled=off%', \
+               (SELECT a.amname::text FROM pg_am AS a WHERE a.oid = c.relam AND a.amname <> 'heap') \
              FROM {both} JOIN pg_class AS c ON c.oid = t.oid"
         ),
     )?;
@@ -115,8 +116,10 @@ fn kinds(session: &mut Session<'_>, tables: &Tables) -> Result<Vec<Finding>, Fai
         let table = tables.of(row)?;
         let (kind, persistence) = (required(text(row, 1)?)?, required(text(row, 2)?)?);
         let is = |column| -> Result<bool> { required(flag(row, column)?) };
-        if kind != "r" || persistence == "t" || is(4)? {
+        let elsewhere = text(row, 6)?.is_some();
+        if kind != "r" || persistence == "t" || elsewhere || is(4)? {
             let what = match (kind, persistence) {
+                ("r", _) if elsewhere => "is not in PostgreSQL's own storage",
                 ("p", _) => "is partitioned",
                 ("r", "t") => "is temporary",
                 ("r", _) => "has parents or children by inheritance",

@@ -90,16 +90,17 @@ pub(super) fn keepers(tables: &[&str]) -> String {
     columns.collect::<Vec<_>>().join(", ")
 }
 
-/// Refuses a table whose rows are not kept by PostgreSQL's own storage: a foreign table, a view, columns.
-pub(super) fn check_keepers(row: &Row, columns: std::ops::Range<usize>) -> Result<()> {
-    for column in columns {
-        if let Some(keeper) = text(row, column)? {
-            return Err(LockError::invalid(format!(
-                "a lock table is no plain table of PostgreSQL's own storage ({keeper:?}): row locks and row versions are not what they are there, make it a plain table (USING heap)"
-            )));
-        }
-    }
-    Ok(())
+/// What keeps a table's rows, where that is not PostgreSQL's own storage: a foreign table, a view, columns.
+pub(super) fn keeper(row: &Row, mut columns: std::ops::Range<usize>) -> Result<Option<String>> {
+    columns.find_map(|column| text(row, column).transpose()).map(|found| found.map(str::to_owned)).transpose()
+}
+
+/// Refuses a table with such a keeper.
+pub(super) fn check_keeper(keeper: Option<&str>) -> Result<()> {
+    let Some(keeper) = keeper else { return Ok(()) };
+    Err(LockError::invalid(format!(
+        "a lock table is no plain table of PostgreSQL's own storage ({keeper:?}): row locks and row versions are not what they are there, make it a plain table (USING heap)"
+    )))
 }
 
 /// What the server said of itself.

@@ -25,7 +25,7 @@ fn survey(session: &mut Session<'_>, names: &TableNames, at: &ResolvedTables) ->
     let query = names.survey_members(&at.tables.schema)?;
     let answers = session.ask(&Message::new().raw(session.limits_plain()).raw(query))?;
     let row = required(answers.row(0)?)?;
-    engine::check_keepers(row, 4..6)?;
+    engine::check_keeper(engine::keeper(row, 4..6)?.as_deref())?;
     let flag = |column| -> Result<bool> { Ok(text(row, column)? == Some("t")) };
     let survey = Survey { there: flag(0)?, unlogged: text(row, 1)? == Some("u"), has_indexes: flag(2)? };
     if flag(3)? {

@@ -205,6 +205,8 @@ pub(crate) struct Survey {
     /// See [`collation`].
     pub(crate) sorted_by_collation: bool,
     pub(crate) own_path: bool,
+    /// What keeps the rows of a table that is no plain one.
+    pub(crate) keeper: Option<String>,
 }
 
 impl Survey {

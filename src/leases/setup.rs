@@ -53,13 +53,14 @@ pub(super) fn survey(
 /// The same on this connection.
 pub(super) fn survey_on(session: &mut Session<'_>, names: &TableNames) -> Result<Survey, Failure> {
     let survey = look_on(session, names)?;
+    engine::check_keeper(survey.keeper.as_deref())?;
     if let (true, Some(tables)) = (survey.sorted_by_collation, names.resolved(&survey, false)) {
         collation::check(session, &[&tables.locks, &tables.fences])?;
     }
     Ok(survey)
 }
 
-/// The same without a judgement of their collations.
+/// The same without a judgement of the tables.
 pub(super) fn look_on(session: &mut Session<'_>, names: &TableNames) -> Result<Survey, Failure> {
     // Under the caller's search_path: it decides where unqualified tables are.
     let message = Message::new()
@@ -69,7 +70,6 @@ pub(super) fn look_on(session: &mut Session<'_>, names: &TableNames) -> Result<S
     let answers = session.ask(&message).map_err(|failure| engine::explain(session, failure))?;
     let has_citus = engine::judge(required(answers.row(1)?)?)?;
     let row = required(answers.row(0)?)?;
-    engine::check_keepers(row, 11..15)?;
     let owned = |column| -> Result<Option<String>> { Ok(text(row, column)?.map(str::to_owned)) };
     let flag = |column| -> Result<bool> { Ok(text(row, column)? == Some("t")) };
     let survey = Survey {
@@ -84,6 +84,7 @@ pub(super) fn look_on(session: &mut Session<'_>, names: &TableNames) -> Result<S
         may_notify: flag(8)?,
         sorted_by_collation: flag(9)?,
         own_path: flag(10)?,
+        keeper: engine::keeper(row, 11..15)?,
     };
     if let (true, Some(tables)) = (has_citus, names.resolved(&survey, false)) {
         engine::check_citus(session, &[&tables.locks, &tables.fences, &tables.members])?;
