@@ -18,7 +18,7 @@ const TABLE: &str = include_str!("../requirements.tsv");
 
 /// How many requirements there are of each kind, numbered from 1: one that goes missing, or is named
 /// wrongly, is noticed.
-const COUNTS: [(&str, usize); 29] = [
+const COUNTS: [(&str, usize); 36] = [
     ("CAP", 5),
     ("KEY", 15),
     ("STORE", 4),
@@ -48,6 +48,13 @@ const COUNTS: [(&str, usize); 29] = [
     ("HA", 4),
     ("CMD", 14),
     ("SHR", 7),
+    ("SET", 7),
+    ("PERMIT", 7),
+    ("ELECT", 7),
+    ("RUN", 8),
+    ("OPS", 7),
+    ("C", 6),
+    ("PY", 1),
 ];
 
 struct Row {
