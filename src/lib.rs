@@ -17,6 +17,7 @@
 //! | [`PgLockClient`] | the client: one per program, cheap to clone; [`PgLockClientBuilder`] has its settings |
 //! | [`LockGuard`] | a held lock: renewed while it lives, released when it is dropped |
 //! | [`MultiGuard`] | several held locks, taken together by [`lock_all`](PgLockClient::lock_all) |
+//! | [`Semaphore`] | permits for a limited number of holders |
 //! | [`LockOptions`] | how long to wait, how long to hold, when to give up |
 //! | [`LockError`], [`ErrorCode`] | what failed, and what to do |
 //! | [`Fence`] | the fencing token of a grant |
@@ -24,9 +25,9 @@
 //! | [`Slot`], [`Run`], [`RunOnce`] | a job that runs once per period |
 //! | [`AdvisoryGuard`], [`AdvisoryKey`], [`AdvisoryOptions`] | session locks |
 //! | [`Term`], [`Leader`] | leader election: a term of one's own, and who leads |
-//! | [`Operator`] | who holds what, counts, cleanup, breaking a lock |
+//! | [`Operator`], [`Finding`] | who holds what, counts, cleanup, breaking a lock; what is unsafe or slow here |
 //! | [`MemoryBackend`], [`LockClient`] | locks without a server, for tests |
-//! | [`TelemetryOptions`] | every operation as an event |
+//! | [`TelemetryOptions`], [`LockSummary`] | every operation as an event, and the whole of each lock |
 //!
 //! # Two kinds of lock
 //!
@@ -62,6 +63,14 @@
 //!
 //! [`lock_all`](PgLockClient::lock_all) takes up to 64 keys together, all or none, and holds nothing while it
 //! waits: no order of asking can deadlock.
+//!
+//! # Semaphores and readers
+//!
+//! [`semaphore`](PgLockClient::semaphore) hands out a limited number of permits;
+//! [`read_lock`](PgLockClient::read_lock) shares a key among readers, beside writers that take it with
+//! [`lock`](PgLockClient::lock). Both give a [`LockGuard`]. `docs/semaphores.md` and `docs/shared-leases.md` in the
+//! repository have the rest.
+//!
 //! # Once per period
 //!
 //! [`run_once`](PgLockClient::run_once) runs a job once per [`Slot`], whoever's cron starts it: at least once,
@@ -295,6 +304,8 @@ mod documents {
     struct Election;
     #[doc = include_str!("../docs/several-keys.md")]
     struct SeveralKeys;
+    #[doc = include_str!("../docs/connecting.md")]
+    struct Connecting;
     #[doc = include_str!("../docs/operations.md")]
     struct Operations;
     #[doc = include_str!("../docs/shared-leases.md")]

@@ -114,7 +114,7 @@ impl PgLockClientBuilder {
         self
     }
 
-    /// Whether set-up makes the optional table, too: building the client, unless
+    /// Whether setup makes the optional table, too: building the client, unless
     /// [`auto_create_tables(false)`](Self::auto_create_tables) leaves that out, and
     /// [`setup_schema`](PgLockClient::setup_schema). Default false.
     ///

@@ -1,4 +1,4 @@
-//! The client: the only place where the floors meet.
+//! The client: the only place where the layers meet.
 //!
 //! Waiting, guards and renewal come from [`LockClient`], leases from the PostgreSQL adapter; this
 //! module builds the one on the other and names the driver's types.

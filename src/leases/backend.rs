@@ -38,7 +38,7 @@ pub(crate) struct Settings {
     pub(crate) wake_ups: bool,
     /// Whether what is missing is made.
     pub(crate) auto_create: bool,
-    /// Whether set-up makes the table of members, too.
+    /// Whether setup makes the table of members, too.
     pub(crate) members_table: bool,
 }
 

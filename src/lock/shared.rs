@@ -29,7 +29,7 @@ impl LockClient {
     /// A reader's lease is one of its own: renewed, lost, released and fenced as any other. All readers that have the
     /// key at one time have the same fence, which says that no writer had it since.
     ///
-    /// A reader yields to a writer that has waited longer than it, so that neither side waits for ever. There is no
+    /// A reader yields to a writer that has waited longer than it, so that neither side waits forever. There is no
     /// way to make a reader a writer: release, and lock.
     ///
     /// ```

@@ -1,4 +1,4 @@
-//! Values: what a lock is made of, validated once, at the door.
+//! Values: what a lock is made of, validated once, when they come in.
 //!
 //! Nothing in here does I/O. Whatever a caller hands in becomes one of these types, or an
 //! [`InvalidArgument`](crate::ErrorCode::InvalidArgument), before any connection is touched.
