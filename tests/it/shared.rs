@@ -370,3 +370,20 @@ fn a_client_with_another_table_of_members_takes_the_readers_for_a_holder() {
     guard.release().unwrap();
     other.read_lock(&key).unwrap().release().unwrap();
 }
+
+#[test]
+fn a_role_without_a_right_to_the_members_sees_all_else() {
+    let place = place();
+    let key = place.key("prices");
+    let _reader = place.client.read_lock(&key).unwrap();
+    let role = Role::new(&place.schema);
+    place.stored.run(&format!(
+        "GRANT ALL ON syncguard_locks, syncguard_fence_counters TO {0}; REVOKE ALL ON syncguard_members FROM {0}",
+        role.name()
+    ));
+    let client = role.connect(PgLockClient::builder()).unwrap();
+    let holders = client.operator().holders(10).unwrap();
+    assert_eq!((holders[0].shared, holders[0].readers), (true, None));
+    let waits = LockOptions::new().timeout(ms(300));
+    assert_eq!(client.lock_with(&key, &waits).unwrap_err().code(), ErrorCode::AcquisitionTimeout);
+}
