@@ -128,7 +128,17 @@ pub(crate) fn a_reader_is_extended_and_released_by_its_id(bench: &Bench<'_>) {
     assert!(bench.release(id) && !bench.release(id));
     assert!(bench.extend(id).is_none());
     assert!(bench.is_locked(&key), "the other one stays");
-    assert!(bench.release(&other.acquired.lock_id));
+    let id = &other.acquired.lock_id;
+    let shorter = bench.backend.extend(id, TTL / 2, &never).unwrap();
+    let shown = bench.backend.lookup(Lookup::Key(&key), &never).unwrap().unwrap();
+    let syncguard::backend::ExtendOutcome::Extended { expires_at_ms } = shorter else {
+        panic!("it is held: {shorter:?}")
+    };
+    assert!(
+        (expires_at_ms..=expires_at_ms + 1000).contains(&shown.expires_at_ms),
+        "the key is free when it is over"
+    );
+    assert!(bench.release(id));
     assert!(!bench.is_locked(&key));
 }
 

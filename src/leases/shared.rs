@@ -210,6 +210,11 @@ pub(super) fn leave(
         answers => answers,
     };
     let answers = match answers {
+        // Its group may have come after it was looked for.
+        Err(failure) if is_all_or_nothing(&failure) => send(&statements.leave_quietly),
+        answers => answers,
+    };
+    let answers = match answers {
         Err(failure) if is_all_or_nothing(&failure) => return Err(swallowed().into()),
         answers => answers?,
     };

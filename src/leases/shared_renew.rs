@@ -114,15 +114,22 @@ impl Batch {
         }
         let known = |error| BatchFailure { error, unknown: false };
         backend.need_members(end, &CancelToken::never()).map_err(known)?;
-        let renewed = backend.run_renewal(end, |session, at| {
-            let answers = self.send(session, at, false, &CancelToken::never())?;
+        let renewed = backend.run_renewal(end, |session, tables| {
+            let answers = self.send(session, tables, false, &CancelToken::never())?;
             let mut outcomes: Vec<Option<RenewOutcome>> = self.ids.iter().map(|_| None).collect();
+            let mut shorter = Vec::new();
             for row in answers.rows(0)? {
                 let place = usize::try_from(required(int(row, 0)?)?).map_err(|_| malformed())?;
                 let at = place.checked_sub(1).ok_or_else(malformed)?;
                 let mine = self.fences.get(at).ok_or_else(malformed)?;
                 let slot = outcomes.get_mut(at).ok_or_else(malformed)?;
                 *slot = Some(outcome(row, mine)?);
+                if is_shorter(row)? {
+                    shorter.extend(self.keys.get(at));
+                }
+            }
+            for key in shorter {
+                trim(session, tables, key);
             }
             Ok(outcomes)
         });
@@ -192,7 +199,11 @@ pub(super) fn move_end(
             let answers = batch.send(session, at, queued, cancel)?;
             let row = answers.row(0)?.ok_or_else(swallowed)?;
             let mine = batch.fences.first().ok_or_else(malformed)?;
-            Ok((outcome(row, mine)?, int(row, 3)?))
+            let answer = (outcome(row, mine)?, int(row, 3)?);
+            if is_shorter(row)? {
+                trim(session, at, key);
+            }
+            Ok(answer)
         });
         let (outcome, asked) = match answer {
             Ok((answer, _)) => answer,
@@ -210,6 +221,26 @@ pub(super) fn move_end(
             }
             outcome => return Ok(outcome),
         }
+    }
+}
+
+/// Whether the member was renewed, and was to last much longer before.
+fn is_shorter(row: &Row) -> Result<bool> {
+    Ok(int(row, 1)?.is_some() && required(flag(row, 8)?)?)
+}
+
+/// Lets the group end with its last member. What fails lets it stand for the rest of the time that it had: the lease
+/// itself is changed already.
+fn trim(session: &mut Session<'_>, at: &ResolvedTables, key: &str) {
+    let group = group_id(&at.tables, key);
+    let args = [Arg::Text(key), Arg::Text(&group)];
+    let trimmed = prepared(session, at).and_then(|statements| {
+        let message = Message::new().raw(session.prelude());
+        session.commit(&message.call(&statements.hold, &args).call(&statements.trim, &args))
+    });
+    if let Err(failure) = trimmed {
+        log::debug!("the readers' row may last as long as before: {}", failure.into_error().chain());
+        session.rollback();
     }
 }
 

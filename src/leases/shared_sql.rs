@@ -43,6 +43,8 @@ pub(crate) struct SharedStatements {
     pub(super) leave: Statement,
     /// The same without a notification.
     pub(super) leave_quietly: Statement,
+    /// `(storage key, group's id)`: after `hold`. Lets a group end with its last member, where it ends much later.
+    pub(super) trim: Statement,
     /// `(storage keys, groups' ids, lock ids, ttls, fences, versions)`: see [`renew`].
     pub(super) renew: Statement,
     /// The same, and waits for rows that are busy.
@@ -74,6 +76,7 @@ impl SharedStatements {
             found: Statement::new("found", &JOINED, found(tables)),
             leave: Statement::new("leave", &[TEXT, TEXT, TEXT], leave(tables, &notification(notifies))),
             leave_quietly: Statement::new("leave_quietly", &[TEXT, TEXT, TEXT], leave(tables, "")),
+            trim: Statement::new("trim_group", &[TEXT, TEXT], trim(tables)),
             renew: Statement::new("renew_shared", RENEWED, renew(tables, " SKIP LOCKED")),
             renew_alone: Statement::new("renew_shared_alone", RENEWED, renew(tables, "")),
             count: Statement::new(
@@ -112,13 +115,14 @@ impl SharedStatements {
         }
     }
 
-    pub(super) fn all(&self) -> [&Statement; 11] {
+    pub(super) fn all(&self) -> [&Statement; 12] {
         [
             &self.join,
             &self.hold,
             &self.found,
             &self.leave,
             &self.leave_quietly,
+            &self.trim,
             &self.renew,
             &self.renew_alone,
             &self.count,
@@ -260,8 +264,13 @@ fn found(tables: &Tables) -> String {
     )
 }
 
+/// Whether this transaction has the row of a group locked. One that came after `hold` had looked is not: who joins it
+/// now is not seen.
+const HELD: &str = "l.xmax OPERATOR(pg_catalog.=) (pg_catalog.pg_current_xact_id()::pg_catalog.xid)";
+
 /// Deletes a member, and its group if no live member of it is left; else sees that the group ends with the last
-/// of them, and not much later. Members that are long over go with it.
+/// of them, and not much later. Members that are long over go with it. Fails the message (22012) where the group is
+/// there and not held: again, then.
 fn leave(tables: &Tables, notification: &str) -> String {
     let (locks, members) = (&tables.locks, &tables.members);
     let group = format!("l.key {EQ} $1 AND l.lock_id {EQ} $2 AND l.fence {EQ}");
@@ -270,7 +279,7 @@ fn leave(tables: &Tables, notification: &str) -> String {
          seen AS MATERIALIZED (\
            SELECT m.fence, {} AS lives FROM {members} AS m, t \
            WHERE m.lock_id {EQ} $3 AND m.key {EQ} $1 AND m.role {EQ} 's'), \
-         own AS MATERIALIZED (SELECT l.fence FROM {locks} AS l, seen WHERE {group} seen.fence), \
+         own AS MATERIALIZED (SELECT l.fence, {HELD} AS held FROM {locks} AS l, seen WHERE {group} seen.fence), \
          d AS (\
            DELETE FROM {members} AS m WHERE m.lock_id {EQ} $3 AND m.key {EQ} $1 AND m.role {EQ} 's' \
            RETURNING m.fence), \
@@ -278,11 +287,11 @@ fn leave(tables: &Tables, notification: &str) -> String {
            SELECT pg_catalog.max(m.expires_at_ms) AS last FROM {members} AS m, t, own \
            WHERE m.key {EQ} $1 AND m.role {EQ} 's' AND m.lock_id {NE} $3 AND m.fence {EQ} own.fence AND {}), \
          x AS (\
-           DELETE FROM {locks} AS l USING d, others WHERE {group} d.fence AND others.last IS NULL \
+           DELETE FROM {locks} AS l USING d, others WHERE {group} d.fence AND {HELD} AND others.last IS NULL \
            RETURNING 1{notification}), \
          s AS (\
            UPDATE {locks} AS l SET expires_at_ms = others.last FROM d, others \
-           WHERE {group} d.fence AND l.expires_at_ms {GT} (others.last {PLUS} {TIME_TOLERANCE_MS}::pg_catalog.int8)), \
+           WHERE {group} d.fence AND {HELD} AND l.expires_at_ms {GT} (others.last {PLUS} {TIME_TOLERANCE_MS}::pg_catalog.int8)), \
          old AS MATERIALIZED (\
            SELECT m.lock_id FROM {members} AS m, t WHERE m.key {EQ} $1 AND m.role {EQ} 's' AND m.lock_id {NE} $3 \
              AND m.expires_at_ms {LT} (t.now {MINUS} {CLEANUP_GUARD_MS}::pg_catalog.int8) \
@@ -292,16 +301,31 @@ fn leave(tables: &Tables, notification: &str) -> String {
            (SELECT {COUNT} FROM seen), (1 OPERATOR(pg_catalog./) (CASE WHEN \
              EXISTS (SELECT 1 FROM seen WHERE seen.lives) AND EXISTS (SELECT 1 FROM own) AND (NOT EXISTS (SELECT 1 FROM d) \
              OR EXISTS (SELECT 1 FROM others WHERE others.last IS NULL) AND NOT EXISTS (SELECT 1 FROM x)) \
-             THEN 0 ELSE 1 END)), {RELAXED}",
+             OR EXISTS (SELECT 1 FROM own WHERE NOT own.held) THEN 0 ELSE 1 END)), {RELAXED}",
         live("m.expires_at_ms", "t.now"),
         live("m.expires_at_ms", "t.now"),
+    )
+}
+
+/// After a lease that was shortened. In a statement of its own, as a leave: a renewal may have waited for the row, and
+/// does not see who joined meanwhile.
+fn trim(tables: &Tables) -> String {
+    let (locks, members) = (&tables.locks, &tables.members);
+    let group = format!("l.key {EQ} $1 AND l.lock_id {EQ} $2 AND {HELD}");
+    format!(
+        "WITH ends AS MATERIALIZED (\
+           SELECT pg_catalog.max(m.expires_at_ms) AS last FROM {members} AS m, {locks} AS l \
+           WHERE {group} AND m.key {EQ} $1 AND m.role {EQ} 's' AND m.fence {EQ} l.fence) \
+         UPDATE {locks} AS l SET expires_at_ms = ends.last FROM ends \
+         WHERE {group} AND l.expires_at_ms {GT} (ends.last {PLUS} {TIME_TOLERANCE_MS}::pg_catalog.int8) RETURNING {RELAXED}"
     )
 }
 
 /// Members of any groups. Each group is locked first, in the order of the keys that they come in, and lengthened once, to
 /// the greatest end of its members that are renewed; a row that is busy is skipped, or waited for. Answers per
 /// member: (place, new end, version, asked end, group locked, its fence, member locked, its fence, lives, the
-/// lock id and the fence of the row that stands for the key, whether the member is seen).
+/// lock id and the fence of the row that stands for the key, whether the member is seen). Of a member that was renewed the
+/// ninth is whether it was shortened so much that its group is to be [trimmed](trim).
 ///
 /// What is looked up is looked up by an index, place by place: see [`held::renew`](crate::leases::held).
 fn renew(tables: &Tables, busy: &str) -> String {
@@ -337,9 +361,10 @@ fn renew(tables: &Tables, busy: &str) -> String {
            RETURNING l.expires_at_ms {GE} ends.last AS lasts), \
          u AS (\
            UPDATE {members} AS m SET expires_at_ms = {end} FROM c, t WHERE m.lock_id {EQ} c.lock_id AND {ok} \
-           RETURNING c.place, m.expires_at_ms, m.xmin::pg_catalog.text AS version, t.now {PLUS} c.ttl AS asked) \
+           RETURNING c.place, m.expires_at_ms, m.xmin::pg_catalog.text AS version, t.now {PLUS} c.ttl AS asked, \
+             c.expires_at_ms {GT} (m.expires_at_ms {PLUS} {TIME_TOLERANCE_MS}::pg_catalog.int8) AS shorter) \
          SELECT u.place, u.expires_at_ms, u.version, u.asked, true, NULL::pg_catalog.text, true, NULL::pg_catalog.text, \
-           true, NULL::pg_catalog.text, NULL::pg_catalog.text, true, (1 OPERATOR(pg_catalog./) (CASE WHEN \
+           u.shorter, NULL::pg_catalog.text, NULL::pg_catalog.text, true, (1 OPERATOR(pg_catalog./) (CASE WHEN \
              (SELECT {COUNT} FROM longer WHERE longer.lasts) {EQ} (SELECT {COUNT} FROM ends WHERE ends.last {GT} ends.before) \
              THEN 1 ELSE 0 END)) FROM u WHERE u.expires_at_ms {GE} u.asked \
          UNION ALL \

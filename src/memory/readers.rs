@@ -13,6 +13,7 @@ use crate::memory::call::{Effect, Failure};
 use crate::memory::fault::Call;
 use crate::memory::members::{GROUP, Member, Waiting};
 use crate::memory::store::{Store, StoredKey, next};
+use crate::model::fence::Fence;
 use crate::model::lock_id::LockId;
 use crate::model::time::{Moment, TIME_TOLERANCE_MS, Ttl};
 
@@ -120,6 +121,20 @@ impl Store {
         }
     }
 
+    /// Lets a group end with its last member, where it ends much later.
+    fn trim(&mut self, base: &str, fence: Fence) {
+        let members = self.readers.members.values();
+        let of_group = members.filter(|member| member.base == base && member.fence == fence);
+        let Some(last) = of_group.map(|member| member.expires_at_ms).max() else { return };
+        if let Some(row) = self.row_mut(base)
+            && row.is_group()
+            && row.fence == fence
+            && row.expires_at_ms > last.saturating_add(TIME_TOLERANCE_MS)
+        {
+            row.expires_at_ms = last;
+        }
+    }
+
     /// The member with this id, if its group stands and both live.
     fn live_member(&self, lock_id: &str, now: i64) -> Option<&Member> {
         let member = self.readers.members.get(lock_id).filter(|member| member.is_live(now))?;
@@ -163,21 +178,12 @@ impl Store {
             return ReleaseOutcome::NotHeld(Some(Reason::NotFound));
         };
         let of_group = |member: &Member| member.base == own.base && member.fence == own.fence;
-        let live = self.readers.members.values().filter(|member| of_group(member) && member.is_live(now));
-        let last = live.map(|member| member.expires_at_ms).max();
-        let stands = self.row(&own.base).is_some_and(|row| row.is_group() && row.fence == own.fence);
-        match (stands, last) {
-            (true, None) => {
-                self.remove(&own.base);
-            }
-            (true, Some(last)) => {
-                if let Some(row) = self.row_mut(&own.base)
-                    && row.expires_at_ms > last.saturating_add(TIME_TOLERANCE_MS)
-                {
-                    row.expires_at_ms = last;
-                }
-            }
-            (false, _) => {}
+        let mut members = self.readers.members.values();
+        let is_last = !members.any(|member| of_group(member) && member.is_live(now));
+        if is_last && self.row(&own.base).is_some_and(|row| row.is_group() && row.fence == own.fence) {
+            self.remove(&own.base);
+        } else {
+            self.trim(&own.base, own.fence);
         }
         match judged {
             Ok(()) => ReleaseOutcome::Released,
@@ -209,8 +215,9 @@ impl Store {
         let newest = replaced == Some(Version::new(member.version));
         member.expires_at_ms = if newest { end } else { member.expires_at_ms.max(end) };
         member.version = version;
-        let (base, end) = (member.base.clone(), member.expires_at_ms);
+        let (base, fence, end) = (member.base.clone(), member.fence, member.expires_at_ms);
         self.lengthen(&base, end);
+        self.trim(&base, fence);
         Some((end, Version::new(version)))
     }
 

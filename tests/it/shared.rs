@@ -6,7 +6,7 @@
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::support::{LIMIT, Place, Role, TTL, place, unique, wait_until};
+use crate::support::{Call, LIMIT, Place, Role, TTL, place, unique, wait_until};
 use syncguard::backend::{Clock, Renewal};
 use syncguard::{
     CancelToken, ErrorCode, ExtendResult, Heartbeat, LockBackend, LockOptions, LostReason, PgLockClient,
@@ -369,6 +369,82 @@ fn a_client_with_another_table_of_members_takes_the_readers_for_a_holder() {
     assert!(other.try_read_lock(&key).unwrap().is_none());
     guard.release().unwrap();
     other.read_lock(&key).unwrap().release().unwrap();
+}
+
+#[test]
+fn a_lease_that_is_shortened_keeps_no_group_standing() {
+    let place = place();
+    let options = LockOptions::new().ttl(Duration::from_secs(3600)).heartbeat(Heartbeat::Off);
+    let (of_guard, by_id, closed) = (place.key("guard"), place.key("id"), place.key("closed"));
+    let guard = place.client.read_lock_with(&of_guard, &options).unwrap();
+    assert!(matches!(guard.extend(ms(10)).unwrap(), ExtendResult::Extended { .. }));
+    let lease = place.client.read_lock_with(&by_id, &options).unwrap().leak();
+    assert!(matches!(place.client.extend(&lease.lock_id, ms(10)).unwrap(), ExtendResult::Extended { .. }));
+    // A client that is closed within the least time of a hold leaves the rest of that time as the lease.
+    let client = other(&place);
+    drop(client.read_lock_with(&closed, &options.clone().min_hold(ms(1200))).unwrap());
+    let _ = client.close(LIMIT).unwrap();
+    for key in [&of_guard, &by_id, &closed] {
+        wait_until(LIMIT, "the group is over", || !place.client.is_locked(key).unwrap());
+        place.client.lock(key).unwrap().release().unwrap();
+    }
+    let _ = guard.leak();
+}
+
+/// A release of what an attempt of unknown outcome may have taken, when that comes true between its two statements.
+#[test]
+fn a_leave_ends_no_group_that_it_has_not_locked() {
+    let place = place();
+    let key = place.key("prices");
+    let gone =
+        place.client.read_lock_with(&key, &LockOptions::new().heartbeat(Heartbeat::Off)).unwrap().leak();
+    place.stored.run(
+        "CREATE TABLE group_saved AS SELECT * FROM syncguard_locks; \
+         CREATE TABLE member_saved AS SELECT * FROM syncguard_members; \
+         DELETE FROM syncguard_locks; DELETE FROM syncguard_members",
+    );
+    place.stored.run(
+        "CREATE FUNCTION stay() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN \
+           PERFORM pg_advisory_xact_lock(hashtext(current_schema())); RETURN OLD; END $$; \
+         CREATE TRIGGER stay BEFORE DELETE ON syncguard_members FOR EACH ROW EXECUTE FUNCTION stay()",
+    );
+    let application = unique();
+    let client = place.named(&application);
+    assert!(client.try_read_lock(&place.key("warm")).unwrap().map(syncguard::LockGuard::leak).is_some());
+    let (mut gate, mut arrives) = (place.schema.client(), place.schema.client());
+    let mut gate = gate.transaction().unwrap();
+    gate.execute("SELECT pg_advisory_xact_lock(hashtext(current_schema()))", &[]).unwrap();
+    let mut arrives = arrives.transaction().unwrap();
+    arrives.batch_execute("LOCK TABLE syncguard_locks").unwrap();
+    let call = {
+        let (key, id) = (key.clone(), gone.lock_id.clone());
+        Call::start(&application, move || {
+            client.release_shared(&key, &id, Clock::system().now().after(LIMIT))
+        })
+    };
+    call.wait_until_blocked(&place.stored);
+    arrives
+        .batch_execute(
+            "INSERT INTO syncguard_locks SELECT * FROM group_saved; \
+             INSERT INTO syncguard_members SELECT * FROM member_saved",
+        )
+        .unwrap();
+    arrives.commit().unwrap();
+    call.wait_until_blocked(&place.stored);
+    let application = unique();
+    let reader = {
+        let (client, key) = (place.named(&application), key.clone());
+        Call::start(&application, move || client.read_lock(&key).unwrap())
+    };
+    // It has joined, or waits for the leave.
+    let _ = reader.settle(&place.stored);
+    gate.commit().unwrap();
+    call.join().unwrap();
+    let reader = reader.join();
+    assert!(place.client.try_lock(&key).unwrap().is_none(), "a writer beside a reader that trusts its lease");
+    assert!(matches!(reader.extend(TTL).unwrap(), ExtendResult::Extended { .. }));
+    reader.release().unwrap();
+    assert_eq!(place.stored.row(&key), None);
 }
 
 #[test]
