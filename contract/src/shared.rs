@@ -174,6 +174,11 @@ pub(crate) fn a_batch_renews_the_readers_of_a_key_together(bench: &Bench<'_>) {
     assert!(end(0) > end(2) && end(1) > 0);
     let shown = bench.backend.lookup(Lookup::Key(&key), &CancelToken::never()).unwrap().unwrap();
     assert!(shown.expires_at_ms >= end(0), "the group lasts as long as the last of them");
+    let short = attempt(bench, &key, &id(), TTL / 4).unwrap().expect("it is shared");
+    assert!(matches!(renew(bench, &key, &[&short], TTL / 4)[..], [RenewOutcome::Renewed { .. }]));
+    let shown = bench.backend.lookup(Lookup::Key(&key), &CancelToken::never()).unwrap().unwrap();
+    assert!(shown.expires_at_ms >= end(0), "whoever asks for less shortens it for nobody");
+    assert_eq!(leave(bench, &key, &short), ReleaseOutcome::Released);
     assert_eq!(leave(bench, &key, &one), ReleaseOutcome::Released);
     let shown = bench.backend.lookup(Lookup::Key(&key), &CancelToken::never()).unwrap().unwrap();
     assert!(shown.expires_at_ms <= end(2) + 1000, "and not much longer");

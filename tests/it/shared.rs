@@ -272,7 +272,7 @@ fn clients_that_know_nothing_of_it_take_the_plain_key_exclusively() {
     assert!(place.client.try_read_lock(&key).unwrap().is_none());
     assert_eq!(place.client.release("AAAAAAAAAAAAAAAAAAAAAA").unwrap(), ReleaseResult::Released);
     // One whose readers are over is taken over, and they are lost.
-    let short = LockOptions::new().ttl(ms(1)).heartbeat(Heartbeat::Off);
+    let short = LockOptions::new().ttl(ms(500)).heartbeat(Heartbeat::Off);
     let dead = place.client.read_lock_with(&key, &short).unwrap().leak();
     wait_until(LIMIT, "the group is over", || !place.client.is_locked(&key).unwrap());
     assert!(acquire("BBBBBBBBBBBBBBBBBBBBBA"));
@@ -297,6 +297,9 @@ fn a_group_ends_with_the_last_of_its_members_and_not_with_the_longest() {
     patient.release().unwrap();
     // The other one has died: the key is free when its lease is over.
     wait_until(LIMIT, "the group is over", || !place.client.is_locked(&key).unwrap());
+    let newer = place.client.read_lock(&key).unwrap();
+    assert_eq!(members(&place), 1, "who makes a group over one that is over deletes its members");
+    newer.release().unwrap();
     place.client.lock(&key).unwrap().release().unwrap();
 }
 
@@ -377,7 +380,7 @@ fn a_lease_that_is_shortened_keeps_no_group_standing() {
     let options = LockOptions::new().ttl(Duration::from_secs(3600)).heartbeat(Heartbeat::Off);
     let (of_guard, by_id, closed) = (place.key("guard"), place.key("id"), place.key("closed"));
     let guard = place.client.read_lock_with(&of_guard, &options).unwrap();
-    assert!(matches!(guard.extend(ms(10)).unwrap(), ExtendResult::Extended { .. }));
+    assert!(matches!(guard.extend(ms(2000)).unwrap(), ExtendResult::Extended { .. }));
     let lease = place.client.read_lock_with(&by_id, &options).unwrap().leak();
     assert!(matches!(place.client.extend(&lease.lock_id, ms(10)).unwrap(), ExtendResult::Extended { .. }));
     // A client that is closed within the least time of a hold leaves the rest of that time as the lease.
@@ -462,4 +465,24 @@ fn a_role_without_a_right_to_the_members_sees_all_else() {
     assert_eq!((holders[0].shared, holders[0].readers), (true, None));
     let waits = LockOptions::new().timeout(ms(300));
     assert_eq!(client.lock_with(&key, &waits).unwrap_err().code(), ErrorCode::AcquisitionTimeout);
+}
+
+#[test]
+fn a_renewal_wants_group_and_member_of_its_own_fence() {
+    let place = place();
+    let key = place.key("prices");
+    let lease =
+        place.client.read_lock_with(&key, &LockOptions::new().heartbeat(Heartbeat::Off)).unwrap().leak();
+    let ends = "SELECT l.expires_at_ms + m.expires_at_ms FROM syncguard_locks l, syncguard_members m";
+    let before: i64 = place.stored.one(ends, &[]).get(0);
+    for table in ["syncguard_members", "syncguard_locks"] {
+        place.stored.run(&format!("UPDATE {table} SET fence = '000000000000009'"));
+        let renewal = Renewal::new(&key, &lease.lock_id, lease.fence, TTL * 2).of_reader();
+        let answer = place.client.renew(&[renewal], Clock::system().now().after(LIMIT)).remove(0).unwrap();
+        let taken = matches!(answer, syncguard::backend::RenewOutcome::Lost(LostReason::TakenOver { .. }));
+        assert!(taken, "{table}: {answer:?}");
+        assert_eq!(place.stored.one(ends, &[]).get::<_, i64>(0), before, "nothing is moved");
+        place.stored.run(&format!("UPDATE {table} SET fence = '{}'", lease.fence));
+    }
+    assert_eq!(place.client.release(&lease.lock_id).unwrap(), ReleaseResult::Released);
 }
