@@ -107,7 +107,7 @@ fn rule_5_a_batch_raises_a_group_by_its_greatest_ttl_and_compares_fences() {
     is_caught(
         "shared: a batch renews any fence",
         &broken.cut(Cut { renews_any_fence: true, ..KEEP }),
-        TOO_LONG,
+        STANDING,
     );
     let dead = Config { deaths: 1, breaks: 1, until: 4, ..TWO };
     is_caught(
