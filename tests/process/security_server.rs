@@ -159,11 +159,14 @@ fn ready(dice: &mut Dice) -> Vec<u8> {
 fn results(sql: &str, dice: &mut Dice) -> Vec<u8> {
     let mut answer = Vec::new();
     if sql.contains("to_regclass") && dice.roll(5) > 0 {
-        // Where the tables are, so that there is something to do.
+        // That it is PostgreSQL, and where the tables are, so that there is something to do.
+        let facts = ["PostgreSQL 15.18", "read committed", "on", "700 0", "t", "1", "f"].map(Some);
         let known = ["public", "p", "public", "p", "t", "t", "public", "UTF8", "t", "f", "f"].map(Some);
-        answer.extend(description(known.len(), dice));
-        answer.extend(data(&known));
-        answer.extend(message(b'C', b"SELECT 1\0"));
+        for row in [&facts[..], &[&known[..], &[None; 4]].concat()] {
+            answer.extend(description(row.len(), dice));
+            answer.extend(data(row));
+            answer.extend(message(b'C', b"SELECT 1\0"));
+        }
         answer.extend(message(b'Z', b"I"));
         return answer;
     }
@@ -290,7 +293,7 @@ fn meet(seed: u64, grants: &AtomicU64) {
         .connection_timeout(Duration::from_millis(300))
         .operation_timeout(Duration::from_millis(300))
         .dispose_timeout(Duration::from_millis(100));
-    let url = format!("postgresql://postgres:MARKER@127.0.0.1:{port}/postgres");
+    let url = format!("postgresql://postgres:MARKER@127.0.0.1:{port}/postgres?sslmode=disable");
     let Some(client) = call("connect", seed, || builder.connect(&url)) else { return };
     for token in [CancelToken::never(), CancelToken::new()] {
         if let Some(AcquireResult::Acquired(grant)) =

@@ -214,7 +214,7 @@ impl Proud {
     }
 
     fn url(&self) -> String {
-        format!("user=postgres dbname=postgres host=127.0.0.1 port={}", self.port)
+        format!("user=postgres dbname=postgres host=127.0.0.1 port={} sslmode=disable", self.port)
     }
 }
 
