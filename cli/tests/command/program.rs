@@ -10,9 +10,11 @@ use crate::support::{LIMIT, TestSchema, unique, wait_until};
 
 pub(crate) const SYNCGUARD: &str = env!("CARGO_BIN_EXE_syncguard");
 
-/// The command without anything of this process's environment that could lead it elsewhere.
+/// The command without anything of this process's environment that could lead it elsewhere, nor its ignored
+/// signals: a test run in the background (`nohup`, a shell's `&`) has some.
 pub(crate) fn bare() -> Command {
-    let mut command = Command::new(SYNCGUARD);
+    let mut command = Command::new("env");
+    command.args(["--default-signal=HUP,INT,QUIT,TERM", SYNCGUARD]);
     for (name, _) in env::vars_os() {
         let lost = name.to_str().is_some_and(|name| {
             name.starts_with("PG") || name.starts_with("SYNCGUARD_") || name == "DATABASE_URL"
