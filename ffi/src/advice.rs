@@ -1,7 +1,7 @@
 //! Texts of errors say what to do next, in the words of Rust; here they become those of C.
 
 /// What the library's texts advise, and what C has instead.
-const PHRASES: [(&str, &str); 11] = [
+const PHRASES: [(&str, &str); 12] = [
     (
         "hand another to the builder's connect_with(config, tls), or give a connection string to connect with the feature `rustls`",
         "build the library with its feature rustls",
@@ -13,6 +13,10 @@ const PHRASES: [(&str, &str); 11] = [
     ("call setup_schema() or run schema.sql", "connect without existing_tables_only, or run schema.sql"),
     ("move it to tokio::task::spawn_blocking or to a thread", "move it to a thread"),
     (" or hold fewer session locks", ""),
+    (
+        ", or call setup_schema() of a client that was built with create_members_table(true), and check members_table_name",
+        "",
+    ),
     (" unless it is released by its lock id", ""),
     ("raise timeout", "raise timeout_ms"),
     (
