@@ -137,7 +137,16 @@ impl Store {
         }
         // Nothing is written before it is certain that all can be.
         for (key, id) in leases.iter().filter(|_| mine == 0) {
-            self.may_grant(key, id.as_str())?;
+            // Rows are written in the order of their keys: what an earlier one of them replaces is gone by then.
+            let base = self.ids.get(id.as_str());
+            let replaced = base.is_some_and(|base| {
+                *base < key.base && leases.iter().any(|(earlier, _)| earlier.base == *base)
+            });
+            if replaced {
+                self.next_fence(key)?;
+            } else {
+                self.may_grant(key, id.as_str())?;
+            }
         }
         let acquire = |(key, id): &(StoredKey, LockId)| self.acquire(key, id.as_str(), ttl, now);
         let grants = leases.iter().map(acquire).collect::<Result<Option<Vec<_>>>>()?;
@@ -150,12 +159,16 @@ impl Store {
             return Err(LockError::new(ErrorCode::Internal)
                 .with_message("the lock id is in use for another key: choose a fresh one per attempt"));
         }
+        self.next_fence(key)
+    }
+
+    fn next_fence(&self, key: &StoredKey) -> Result<Fence> {
         Fence::following(self.counter(&key.fence).unwrap_or(0))
     }
 
     /// Gives the key to `lock_id`, whoever has it.
     pub(super) fn grant(&mut self, key: &StoredKey, lock_id: &str, ttl: Ttl, now: i64) -> Result<Grant> {
-        let fence = Fence::following(self.counter(&key.fence).unwrap_or(0))?;
+        let fence = self.next_fence(key)?;
         self.remove(&key.base);
         self.counters.insert(key.fence.clone(), fence.get());
         self.ids.insert(lock_id.to_owned(), key.base.clone());
