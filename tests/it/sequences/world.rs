@@ -48,6 +48,8 @@ pub(crate) struct Names {
     /// The last permit's id of each client.
     permits: [(String, u32); CLIENTS],
     tries: u32,
+    /// Whether the dead row of a permit was cleaned up.
+    forgotten: bool,
     /// The fence and the slot of each client's last run of each job.
     pub(crate) runs: [[(u64, u64); CLIENTS]; KEYS],
 }
@@ -64,6 +66,7 @@ impl Names {
             stranger: nobody('s'),
             permits: std::array::from_fn(|client| (id('q', case, 0, client, 0), 0)),
             tries: 0,
+            forgotten: false,
             runs: [[(1, 0); CLIENTS]; KEYS],
         }
     }
@@ -213,6 +216,8 @@ impl<'a> World<'a> {
     /// What happens behind the clients' backs.
     fn meddle(&mut self, step: Step) -> Result<(), Stop> {
         match step {
+            // What the model has kept of a permit that was cleaned up would live again.
+            Step::Pass { seconds } if seconds < 0 && self.names.forgotten => Ok(()),
             Step::Pass { seconds } => {
                 let from_ms = self.model.server_time();
                 self.model.shift_server_clock(seconds * 1000);
@@ -282,6 +287,7 @@ impl<'a> World<'a> {
         for client in 0..CLIENTS {
             let lease = Lookup::LockId(&self.names.permits[client].0);
             if self.model.lookup_raw(lease, &CancelToken::never()).unwrap().is_none() {
+                self.names.forgotten |= self.names.permits[client].1 > 0;
                 self.names.permits[client] = (id('q', self.names.case, 0, client, 0), 0);
             }
         }
