@@ -29,16 +29,16 @@ CREATE TABLE IF NOT EXISTS "syncguard_fence_counters" (
     "key_debug" TEXT COLLATE "C"         -- the caller's key in NFC, for people; nothing reads it
 );
 
--- Optional: the members of keys, beside the table of the leases. Only shared leases need it; a client
--- that uses none never touches it. With auto_create_tables their first call makes it, otherwise run this
--- part, or build one client with create_members_table(true).
+-- Optional: the members of keys, beside the table of the leases. Only shared leases, fair waiting, and holders
+-- that say who they are or what for (owner, note), need it. With auto_create_tables the first of them makes it, otherwise
+-- run this part, or build one client with create_members_table(true).
 CREATE TABLE IF NOT EXISTS "syncguard_members" (
     "lock_id" TEXT COLLATE "C" PRIMARY KEY,  -- of the member's own lease, or of whoever waits
     "key" TEXT COLLATE "C" NOT NULL,         -- the stored key
     "role" TEXT COLLATE "C" NOT NULL,        -- s: shares the key, w: waits for it, n: a note about its holder
     "since_ms" BIGINT NOT NULL,              -- Unix milliseconds of this server's clock
     "expires_at_ms" BIGINT NOT NULL,
-    "fence" TEXT COLLATE "C",                -- that of its group
+    "fence" TEXT COLLATE "C",                -- that of its group, or of its lease
     "priority" INTEGER NOT NULL DEFAULT 0,
     "owner" TEXT COLLATE "C",
     "note" TEXT COLLATE "C"

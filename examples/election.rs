@@ -11,19 +11,16 @@
 
 mod lanes;
 
-use std::env;
 use std::error::Error;
 use std::ops::ControlFlow::{Break, Continue};
 use std::process::ExitCode;
-use std::sync::Arc;
-use std::sync::mpsc::{self, Receiver};
+use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use postgres::{Client, NoTls};
 use syncguard::{CancelToken, Fence, LockOptions, PgLockClient};
 
-use lanes::{Children, Lane, Lanes, heard, orders};
+use lanes::{Children, Demo, Ending, Lane, Lanes, Orders, Tone, heard};
 
 type Result<T, E = Box<dyn Error + Send + Sync>> = std::result::Result<T, E>;
 
@@ -45,11 +42,11 @@ const TERM: Duration = Duration::from_millis(600);
 /// A process that campaigns, leads until it is told to step down, and campaigns again.
 fn candidate(number: &str, schema: &str, url: &str) -> Result<()> {
     let client = PgLockClient::builder().schema(schema).auto_create_tables(false).connect(url)?;
-    let (end, orders) = (CancelToken::new(), orders());
+    let (end, orders) = (CancelToken::new(), Orders::new());
     let ended = end.clone();
     let (tell, step_down) = mpsc::channel();
     thread::spawn(move || {
-        for order in orders {
+        for order in orders.lines {
             let _ = tell.send(order);
         }
         // The parent is done, or gone: no campaign any more, and no term.
@@ -88,43 +85,44 @@ struct Show {
 }
 
 impl Show {
-    fn run(&mut self, children: &mut Children, said: &Receiver<String>) -> Result<()> {
-        println!("{CANDIDATES} processes campaign for {KEY:?}; a lease lasts {} s.", TTL.as_secs());
-        self.lanes.begin("· campaigns   █ leads   ✗ killed   ░ dead, its lease still counts");
-        let first = self.next_leader(said)?;
-        self.lanes.row(&format!("process {first} leads, term {}", self.terms.len()));
+    fn run(&mut self, children: &mut Children) -> Result<()> {
+        let what = format!("{CANDIDATES} processes campaign for {KEY:?}; a lease lasts {} s.", TTL.as_secs());
+        self.lanes.say(&what);
+        self.lanes.begin(&["· campaigns", "█ leads", "✗ killed", "░ dead, its lease still counts"]);
+        let first = self.next_leader(children)?;
+        self.lanes.row(Tone::Plain, &format!("process {first} leads, term {}", self.terms.len()));
 
         thread::sleep(TERM);
         let asked = Instant::now();
         children.order(first, "step down")?;
-        let second = self.next_leader(said)?;
+        let second = self.next_leader(children)?;
         let after = asked.elapsed().as_secs_f64() * 1000.0;
         let what = format!("process {first} steps down, process {second} leads {after:.1} ms later");
-        self.lanes.row(&self.lanes.good(&what));
+        self.lanes.row(Tone::Good, &what);
 
         thread::sleep(TERM);
         children.kill(second)?;
         let killed = Instant::now();
         self.lanes.set(second, Lane::Dead);
-        self.lanes.row(&self.lanes.bad(&format!("process {second} KILLED while it leads")));
-        let third = self.next_leader(said)?;
+        self.lanes.row(Tone::Bad, &format!("process {second} KILLED while it leads"));
+        let third = self.next_leader(children)?;
         self.lanes.set(second, Lane::Gone);
         let after = killed.elapsed().as_secs_f64();
         let what = format!("process {third} leads {after:.1} s later: the dead one's lease is over");
-        self.lanes.row(&self.lanes.good(&what));
+        self.lanes.row(Tone::Good, &what);
 
         thread::sleep(TERM);
         children.order(third, "step down")?;
-        let fourth = self.next_leader(said)?;
-        self.lanes.row(&format!("process {third} steps down, process {fourth} leads"));
+        let fourth = self.next_leader(children)?;
+        self.lanes.row(Tone::Plain, &format!("process {third} steps down, process {fourth} leads"));
         thread::sleep(TERM);
         Ok(())
     }
 
     /// Follows what the candidates say until one of them leads, and asks the server for its view.
-    fn next_leader(&mut self, said: &Receiver<String>) -> Result<usize> {
+    fn next_leader(&mut self, children: &Children) -> Result<usize> {
         loop {
-            let line = said.recv_timeout(Duration::from_secs(60)).map_err(|_| "nobody leads")?;
+            let line = children.next()?;
             let (candidate, what) = heard(&line)?;
             match what.split_once(' ') {
                 Some(("leads", term)) => {
@@ -143,25 +141,17 @@ impl Show {
     /// Says how it ended. Whether it ended as it should.
     fn verdict(&self) -> bool {
         let rising = self.terms.is_sorted_by(|earlier, later| earlier < later);
-        println!(
-            "Terms: {}, {}.",
-            self.terms.len(),
-            if rising { "each above the one before" } else { "OUT OF ORDER" }
-        );
-        println!("The server named each leader: {}.", if self.observed { "yes" } else { "NO" });
-        rising && self.observed && self.terms.len() == 4
+        let (four, terms) = (self.terms.len() == 4, self.terms.len());
+        let order = if rising { "each above the one before" } else { "OUT OF ORDER" };
+        self.lanes.judge(rising && four, &format!("Terms: {terms}, {order}."));
+        let named = if self.observed { "yes" } else { "NO" };
+        self.lanes.judge(self.observed, &format!("The server named each leader: {named}."));
+        rising && self.observed && four
     }
 }
 
 fn show(url: &str) -> Result<bool> {
-    let schema = format!("syncguard_election_{}", std::process::id());
-    let mut database = Client::connect(url, NoTls)?;
-    // Ctrl-C ends the candidates, hence the show; this process stays to clean up.
-    signal_hook::flag::register(signal_hook::consts::SIGINT, Arc::default())?;
-    database.batch_execute(&format!("CREATE SCHEMA {schema}"))?;
-    let shown = play(&schema, url);
-    database.batch_execute(&format!("DROP SCHEMA {schema} CASCADE"))?;
-    Ok(shown?.verdict())
+    lanes::in_schema("election", url, |schema, _| Ok(play(schema, url)?.verdict()))
 }
 
 fn play(schema: &str, url: &str) -> Result<Show> {
@@ -171,39 +161,20 @@ fn play(schema: &str, url: &str) -> Result<Show> {
         terms: Vec::new(),
         observed: true,
     };
-    let (mut children, said) = Children::new()?;
-    for number in 1..=CANDIDATES {
-        children.start(["--candidate", &number.to_string(), schema])?;
-    }
-    children.complete();
-    show.run(&mut children, &said)?;
+    let mut children = Children::start(CANDIDATES, |number| {
+        ["--candidate".to_owned(), number.to_string(), schema.to_owned()]
+    })?;
+    show.run(&mut children)?;
     children.end()?;
     show.lanes.picture("process");
     Ok(show)
 }
 
 fn main() -> ExitCode {
-    let args: Vec<String> = env::args().skip(1).collect();
-    let args: Vec<&str> = args.iter().map(String::as_str).collect();
-    if let ["-h" | "--help"] = args.as_slice() {
-        println!("{HELP}");
-        return ExitCode::SUCCESS;
-    }
-    let url = env::var("SYNCGUARD_URL").unwrap_or_default();
-    let result = match args.as_slice() {
-        [] if !url.is_empty() => show(&url),
-        ["--candidate", number, schema] => candidate(number, schema, &url).map(|()| true),
-        _ => {
-            eprintln!("{HELP}");
-            return ExitCode::from(2);
-        }
-    };
-    match result {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
-        Err(error) => {
-            eprintln!("election: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    let demo = Demo { example: "election", script: "scripts/demo election", help: HELP };
+    demo.main(|args, url| match args {
+        [] => show(url).map(Ending::Shown),
+        ["--candidate", number, schema] => candidate(number, schema, url).map(|()| Ending::Shown(true)),
+        _ => Ok(Ending::Usage("it takes no options".into())),
+    })
 }

@@ -2,7 +2,7 @@
 //! write, three times.
 //!
 //! ```text
-//! SYNCGUARD_URL=postgresql://user@host/database cargo run --example late_writer
+//! scripts/demo late_writer        # starts a throwaway server and runs this
 //! ```
 //!
 //! Two clients stand for two processes. The first takes the lock of a bank account, reads the
@@ -12,6 +12,8 @@
 
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "an example talks")]
 
+mod lanes;
+
 use std::error::Error;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -19,7 +21,18 @@ use std::time::Duration;
 use postgres::{Client, NoTls};
 use syncguard::{Heartbeat, LockGuard, LockOptions, PgLockClient};
 
-type Result<T> = std::result::Result<T, Box<dyn Error>>;
+use lanes::{Demo, Ending, Screen, Tone};
+
+type Result<T, E = Box<dyn Error + Send + Sync>> = std::result::Result<T, E>;
+
+const HELP: &str = "\
+late_writer: a holder sleeps through the end of its lock, wakes up and writes, three times
+
+    scripts/demo late_writer              starts a throwaway server and runs this program on it
+    SYNCGUARD_URL=postgresql://… cargo run --example late_writer
+                                          uses a server that you have
+
+It creates a table `accounts` and the lock tables on the search path, and drops the former.";
 
 /// Pays in, and says whether it did. In its middle it calls `sleep`.
 type Pay = fn(&mut Client, &LockGuard, i64, &mut dyn FnMut() -> Result<()>) -> Result<bool>;
@@ -107,31 +120,33 @@ fn done(paid: bool) -> &'static str {
     if paid { "done" } else { "refused" }
 }
 
-fn run(url: &str) -> Result<()> {
+/// Whether it ended as it should: the first write is lost work, the others are refused.
+fn run(url: &str) -> Result<bool> {
+    let screen = Screen::new();
     let acts: [(&str, Pay); 3] = [
         ("without a fence", without_a_fence),
         ("in a fenced transaction", in_a_fenced_transaction),
         ("with the fence beside the data", with_the_fence_beside_the_data),
     ];
+    let mut lost = Vec::new();
     for (name, pay) in acts {
         println!("{name}: the balance is 100");
         let balance = play(url, &format!("example:late:{name}"), pay)?;
-        let verdict = if balance < 110 { "the second holder's 10 are LOST" } else { "nothing is lost" };
-        println!("  the balance is {balance}: {verdict}\n");
+        let (tone, verdict) = match balance {
+            110.. => (Tone::Good, "nothing is lost"),
+            _ => (Tone::Bad, "the second holder's 10 are LOST"),
+        };
+        screen.beside("  ", 2, tone, &format!("the balance is {balance}: {verdict}"));
+        println!();
+        lost.push(balance < 110);
     }
-    Ok(())
+    Ok(lost == [true, false, false])
 }
 
 fn main() -> ExitCode {
-    let Ok(url) = std::env::var("SYNCGUARD_URL") else {
-        eprintln!("SYNCGUARD_URL is not set: which PostgreSQL may this work on?");
-        return ExitCode::from(2);
-    };
-    match run(&url) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("{error}");
-            ExitCode::FAILURE
-        }
-    }
+    let demo = Demo { example: "late_writer", script: "scripts/demo late_writer", help: HELP };
+    demo.main(|args, url| match args {
+        [] => run(url).map(Ending::Shown),
+        _ => Ok(Ending::Usage("it takes no options".into())),
+    })
 }

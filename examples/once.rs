@@ -13,19 +13,15 @@
 
 mod lanes;
 
-use std::env;
 use std::error::Error;
 use std::process::ExitCode;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use postgres::{Client, NoTls};
 use syncguard::{LockOptions, PgLockClient, RunOnce, Slot};
 
-use lanes::{Children, Lane, Lanes, heard, orders};
+use lanes::{Children, Demo, Ending, Lane, Lanes, Orders, Tone, heard};
 
 type Result<T, E = Box<dyn Error + Send + Sync>> = std::result::Result<T, E>;
 
@@ -58,8 +54,7 @@ struct Machine {
     database: Client,
     table: String,
     lock_only: bool,
-    /// The parent wants the next run to die in the middle.
-    crashes: Arc<AtomicBool>,
+    orders: Orders,
 }
 
 impl Machine {
@@ -70,15 +65,14 @@ impl Machine {
             database: Client::connect(url, NoTls)?,
             table: format!("{schema}.effect"),
             lock_only,
-            crashes: Arc::default(),
+            orders: Orders::new(),
         })
     }
 
     /// Calls the job at every half second of its own clock. Three lines of cron on three machines.
     fn cron(&mut self) -> Result<()> {
         let ahead = if self.number.parse() == Ok(AHEAD.0) { AHEAD.1 } else { Duration::ZERO };
-        let told = orders();
-        while !self.asleep(&told, until_next(CRON, ahead)?) {
+        while self.orders.wait(until_next(CRON, ahead)?) {
             let slot = slot_by_own_clock(ahead)?;
             if self.lock_only {
                 self.locked(slot)?;
@@ -92,14 +86,14 @@ impl Machine {
     /// Once per slot, whoever calls it and whenever. Which slot it is the server's clock says; the machine's own
     /// is only for the picture.
     fn once(&mut self, own: u64) -> Result<()> {
-        let Self { number, client, database, table, crashes, .. } = self;
+        let Self { number, client, database, table, orders, .. } = self;
         let options = LockOptions::new().ttl(TTL);
         let answer = client.run_once(JOB, Slot::every(PERIOD), &options, |run| {
             // The mark of the slot and the effect are committed together, or neither is.
             let mut transaction = database.transaction()?;
             run.complete_in(&mut transaction)?;
             let slot = run.period_start_ms().unwrap_or_default();
-            job(number, slot, &mut transaction, table, crashes)?;
+            job(number, slot, &mut transaction, table, orders.crash())?;
             transaction.commit()?;
             Ok::<_, Box<dyn Error + Send + Sync>>(slot)
         })?;
@@ -117,22 +111,10 @@ impl Machine {
             return self.say(&format!("running {slot}"));
         };
         let mut transaction = self.database.transaction()?;
-        job(&self.number, slot, &mut transaction, &self.table, &self.crashes)?;
+        job(&self.number, slot, &mut transaction, &self.table, self.orders.crash())?;
         transaction.commit()?;
         drop(guard);
         self.say(&format!("done {slot}"))
-    }
-
-    /// Sleeps until cron's next moment. Whether the parent is done, or gone.
-    fn asleep(&self, told: &Receiver<String>, rest: Duration) -> bool {
-        let end = Instant::now() + rest;
-        loop {
-            match told.recv_timeout(end.saturating_duration_since(Instant::now())) {
-                Ok(order) => self.crashes.store(order == "crash", Ordering::SeqCst),
-                Err(RecvTimeoutError::Timeout) => return false,
-                Err(RecvTimeoutError::Disconnected) => return true,
-            }
-        }
     }
 
     fn say(&self, line: &str) -> Result<()> {
@@ -146,18 +128,15 @@ fn job(
     slot: u64,
     transaction: &mut postgres::Transaction<'_>,
     table: &str,
-    crashes: &AtomicBool,
+    crashes: bool,
 ) -> Result<()> {
     let machine: i32 = number.parse()?;
     transaction.execute(
         &format!("INSERT INTO {table} (slot, machine) VALUES ($1, $2)"),
         &[&i64::try_from(slot)?, &machine],
     )?;
-    if crashes.load(Ordering::SeqCst) {
-        lanes::say(number, &format!("stuck {slot}"))?;
-        // Here the parent kills this process. The limit is for a parent that is gone itself.
-        thread::sleep(Duration::from_secs(20));
-        return Err("nobody killed this machine".into());
+    if crashes {
+        return lanes::stuck(number, &format!("stuck {slot}"));
     }
     thread::sleep(WORK);
     Ok(())
@@ -194,32 +173,36 @@ struct Show {
 }
 
 impl Show {
-    fn run(&mut self, children: &mut Children, said: &Receiver<String>) -> Result<()> {
+    fn run(&mut self, children: &mut Children) -> Result<()> {
         let (period, (fast, ahead)) = (PERIOD.as_secs(), AHEAD);
-        println!("{MACHINES} machines call {JOB:?} twice a second; it is to run once per {period} s.");
-        println!("The clock of machine {fast} is {} ms ahead.", ahead.as_millis());
+        let what =
+            format!("{MACHINES} machines call {JOB:?} twice a second; it is to run once per {period} s.");
+        self.lanes.say(&what);
+        self.lanes.say(&format!("The clock of machine {fast} is {} ms ahead.", ahead.as_millis()));
         if self.lock_only {
-            println!("They take a lock for it, and nothing else (--lock-only).");
+            self.lanes.say("They take a lock for it, and nothing else (--lock-only).");
         }
-        self.lanes.begin("█ ran the job   · called it, nothing to do   ✗ killed   ░ its lease counts");
+        let legend = ["█ ran the job", "· called it, nothing to do", "✗ killed", "░ its lease counts"];
+        self.lanes.begin(&legend);
         if self.lock_only {
-            return self.follow(said, CRON * 6);
+            return children.follow(CRON * 6, |line| self.hear(line).map(drop));
         }
-        self.next_done(said)?;
+        self.next_done(children)?;
         // In the rest of this slot they call in vain.
-        self.follow(said, until_next(PERIOD, Duration::ZERO)?.saturating_sub(CRON / 4))?;
+        let rest = until_next(PERIOD, Duration::ZERO)?.saturating_sub(CRON / 4);
+        children.follow(rest, |line| self.hear(line).map(drop))?;
         for machine in 1..=MACHINES {
             children.order(machine, "crash")?;
         }
-        self.kill(children, said)?;
-        self.next_done(said)?;
-        self.follow(said, CRON)
+        self.kill(children)?;
+        self.next_done(children)?;
+        children.follow(CRON, |line| self.hear(line).map(drop))
     }
 
     /// Kills the first machine whose run is in the middle, and waits until another one runs it again.
-    fn kill(&mut self, children: &mut Children, said: &Receiver<String>) -> Result<()> {
+    fn kill(&mut self, children: &mut Children) -> Result<()> {
         let victim = loop {
-            if let (machine, "stuck", slot) = self.next(said)? {
+            if let (machine, "stuck", slot) = self.hear(&children.next()?)? {
                 self.crashed = Some(slot);
                 break machine;
             }
@@ -227,38 +210,24 @@ impl Show {
         children.kill(victim)?;
         let killed = Instant::now();
         self.lanes.set(victim, Lane::Dead);
-        self.lanes.row(&self.lanes.bad(&format!("machine {victim} KILLED in the middle of its run")));
+        self.lanes.row(Tone::Bad, &format!("machine {victim} KILLED in the middle of its run"));
         for machine in (1..=MACHINES).filter(|machine| *machine != victim) {
             children.order(machine, "go on")?;
         }
-        let slot = self.next_done(said)?;
+        let slot = self.next_done(children)?;
         self.lanes.set(victim, Lane::Gone);
         let which = if self.crashed == Some(slot) { "the same slot, run again" } else { "ANOTHER slot" };
         let after = killed.elapsed().as_secs_f64();
-        self.lanes.row(&self.lanes.good(&format!("{after:.1} s after the kill: {which}")));
+        self.lanes.row(Tone::Good, &format!("{after:.1} s after the kill: {which}"));
         Ok(())
     }
 
-    fn next_done(&mut self, said: &Receiver<String>) -> Result<u64> {
+    fn next_done(&mut self, children: &Children) -> Result<u64> {
         loop {
-            if let (_, "done", slot) = self.next(said)? {
+            if let (_, "done", slot) = self.hear(&children.next()?)? {
                 return Ok(slot);
             }
         }
-    }
-
-    fn next(&mut self, said: &Receiver<String>) -> Result<(usize, &'static str, u64)> {
-        let line = said.recv_timeout(Duration::from_secs(60)).map_err(|_| "no machine speaks")?;
-        self.hear(&line)
-    }
-
-    /// Hears what they say for a while.
-    fn follow(&mut self, said: &Receiver<String>, time: Duration) -> Result<()> {
-        let end = Instant::now() + time;
-        while let Ok(line) = said.recv_timeout(end.saturating_duration_since(Instant::now())) {
-            self.hear(&line)?;
-        }
-        Ok(())
     }
 
     /// Which machine said what of which slot. Beside an answer that is a slot by the machine's own clock.
@@ -281,7 +250,7 @@ impl Show {
         };
         self.lanes.set(machine, lane);
         if let Some(last) = self.told.get_mut(machine - 1).filter(|last| **last != news) {
-            self.lanes.row(&format!("machine {machine} {news}"));
+            self.lanes.row(Tone::Plain, &format!("machine {machine} {news}"));
             *last = news;
         }
         Ok((machine, what, slot))
@@ -293,20 +262,19 @@ impl Show {
         let more = effects.iter().filter(|(_, times)| *times > 1).count();
         let runs: i64 = effects.iter().map(|(_, times)| times).sum();
         if self.lock_only {
-            println!(
-                "RUN MORE THAN ONCE: {more} of {} slots, {runs} runs. Try it without --lock-only.",
-                effects.len()
+            let slots = effects.len();
+            let what = format!(
+                "RUN MORE THAN ONCE: {more} of {slots} slots, {runs} runs. Try it without --lock-only."
             );
+            self.lanes.judge(false, &what);
             return true;
         }
         let once = more == 0 && effects.iter().map(|(slot, _)| *slot).eq(self.done.iter().copied());
         let again = self.crashed.is_some_and(|slot| self.done.contains(&slot));
-        println!(
-            "Slots: {}, effects: {runs}{}.",
-            self.done.len(),
-            if once { ", one each" } else { ": NOT ONE EACH. Please report it" }
-        );
-        println!("The slot of the crash was run again: {}.", if again { "yes" } else { "NO" });
+        let each = if once { ", one each" } else { ": NOT ONE EACH. Please report it" };
+        self.lanes.judge(once, &format!("Slots: {}, effects: {runs}{each}.", self.done.len()));
+        let again_too = if again { "yes" } else { "NO" };
+        self.lanes.judge(again, &format!("The slot of the crash was run again: {again_too}."));
         once && again && self.done.len() >= 3
     }
 }
@@ -318,20 +286,19 @@ fn time_of_day(slot: u64) -> String {
 }
 
 fn show(lock_only: bool, url: &str) -> Result<bool> {
-    let schema = format!("syncguard_once_{}", std::process::id());
-    let mut database = Client::connect(url, NoTls)?;
-    // Ctrl-C ends the machines, hence the show; this process stays to clean up.
-    signal_hook::flag::register(signal_hook::consts::SIGINT, Arc::default())?;
-    database.batch_execute(&format!(
-        "CREATE SCHEMA {schema}; CREATE TABLE {schema}.effect (slot BIGINT NOT NULL, machine INT NOT NULL)"
-    ))?;
-    let shown = play(&schema, lock_only, url);
-    let effects = database
-        .query(&format!("SELECT slot, count(*) FROM {schema}.effect GROUP BY slot ORDER BY slot"), &[]);
-    database.batch_execute(&format!("DROP SCHEMA {schema} CASCADE"))?;
-    let effects: Result<Vec<(u64, i64)>> =
-        effects?.iter().map(|row| Ok((u64::try_from(row.get::<_, i64>(0))?, row.get(1)))).collect();
-    Ok(shown?.verdict(&effects?))
+    lanes::in_schema("once", url, |schema, database| {
+        database.batch_execute(&format!(
+            "CREATE TABLE {schema}.effect (slot BIGINT NOT NULL, machine INT NOT NULL)"
+        ))?;
+        let shown = play(schema, lock_only, url)?;
+        let effects = format!("SELECT slot, count(*) FROM {schema}.effect GROUP BY slot ORDER BY slot");
+        let effects: Result<Vec<(u64, i64)>> = database
+            .query(&effects, &[])?
+            .iter()
+            .map(|row| Ok((u64::try_from(row.get::<_, i64>(0))?, row.get(1))))
+            .collect();
+        Ok(shown.verdict(&effects?))
+    })
 }
 
 fn play(schema: &str, lock_only: bool, url: &str) -> Result<Show> {
@@ -344,15 +311,13 @@ fn play(schema: &str, lock_only: bool, url: &str) -> Result<Show> {
         crashed: None,
         told: Default::default(),
     };
-    let (mut children, said) = Children::new()?;
-    for number in 1..=MACHINES {
-        let how = if lock_only { "--lock-only" } else { "--once" };
-        children.start(["--machine", &number.to_string(), schema, how])?;
-    }
-    children.complete();
-    show.run(&mut children, &said)?;
+    let how = if lock_only { "--lock-only" } else { "--once" };
+    let mut children = Children::start(MACHINES, |number| {
+        ["--machine".to_owned(), number.to_string(), schema.to_owned(), how.to_owned()]
+    })?;
+    show.run(&mut children)?;
     children.end()?;
-    for line in said {
+    for line in &children.said {
         show.hear(&line)?;
     }
     show.lanes.picture("machine");
@@ -360,30 +325,14 @@ fn play(schema: &str, lock_only: bool, url: &str) -> Result<Show> {
 }
 
 fn main() -> ExitCode {
-    let args: Vec<String> = env::args().skip(1).collect();
-    let args: Vec<&str> = args.iter().map(String::as_str).collect();
-    if let ["-h" | "--help"] = args.as_slice() {
-        println!("{HELP}");
-        return ExitCode::SUCCESS;
-    }
-    let url = env::var("SYNCGUARD_URL").unwrap_or_default();
-    let result = match args.as_slice() {
-        [] if !url.is_empty() => show(false, &url),
-        ["--lock-only"] if !url.is_empty() => show(true, &url),
-        ["--machine", number, schema, how] => Machine::new(number, schema, *how == "--lock-only", &url)
-            .and_then(|mut machine| machine.cron())
-            .map(|()| true),
-        _ => {
-            eprintln!("{HELP}");
-            return ExitCode::from(2);
+    let demo = Demo { example: "once", script: "scripts/demo once", help: HELP };
+    demo.main(|args, url| match args {
+        [] => show(false, url).map(Ending::Shown),
+        ["--lock-only"] => show(true, url).map(Ending::Shown),
+        ["--machine", number, schema, how] => {
+            Machine::new(number, schema, *how == "--lock-only", url)?.cron()?;
+            Ok(Ending::Shown(true))
         }
-    };
-    match result {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
-        Err(error) => {
-            eprintln!("once: {error}");
-            ExitCode::FAILURE
-        }
-    }
+        _ => Ok(Ending::Usage("the one option is --lock-only".into())),
+    })
 }

@@ -36,13 +36,13 @@ threaded_server: deposits to accounts, one at a time per account, over any numbe
 
     SYNCGUARD_URL=postgresql://… threaded_server [--port N] [--threads N]
 
-    --port N      on 127.0.0.1; 0 takes a free one (default 0; the address is printed)
+    --port N      port on 127.0.0.1; 0 takes a free one (default 0; the address is printed)
     --threads N   requests at the same time (default 8)
 
     GET  /accounts/NAME            the balance
-    POST /accounts/NAME/deposits   adds the number in the body, answers the new balance
+    POST /accounts/NAME/deposits   adds the number in the body, returns the new balance
 
-SIGTERM or Ctrl-C ends it: requests that run are finished, locks are let go.";
+SIGTERM or Ctrl-C ends it: running requests are finished, locks are released.";
 
 fn main() -> ExitCode {
     match run() {

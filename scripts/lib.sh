@@ -25,30 +25,49 @@ STEP_COUNT=0
 STEP_TOTAL=0
 STEP_FAILED=0
 STEP_LINES=()
+# What failed, in the tests' own words: where only the end of a long log is kept, it is still there.
+STEP_REPORT=
 
 # step NAME COMMAND…: runs it, goes on after a failure, and remembers both.
 step() {
-    local name=$1 began=$SECONDS outcome=ok
+    local name=$1 began=$SECONDS outcome=ok log
+    log=$(mktemp)
     shift
     STEP_COUNT=$((STEP_COUNT + 1))
     say "[$STEP_COUNT/$STEP_TOTAL] $name"
     # In a subshell with its own -e: inside `if`, bash would ignore failures half way.
     set +e
-    (
-        set -e
-        "$@"
-    )
-    local status=$?
+    {
+        (
+            set -e
+            "$@"
+        )
+    } > >(tee "$log")
+    local status=$? copied=$! waited
+    # Whatever a failed step left running keeps the copy open: it is not waited for.
+    for ((waited = 0; waited < 20; waited++)); do
+        kill -0 "$copied" 2>/dev/null || break
+        sleep 0.1
+    done
     set -e
     if [ "$status" -ne 0 ]; then
         outcome="FAILED ($status)"
         STEP_FAILED=$((STEP_FAILED + 1))
+        STEP_REPORT+=$(failed_tests "$log")$'\n'
     fi
+    rm -f "$log"
     STEP_LINES+=("$(printf '%-50s %5ds  %s' "$name" $((SECONDS - began)) "$outcome")")
 }
 
-# Prints all steps; fails if one of them did.
+# failed_tests LOG: the tests that failed in it, and how; of each program no more than 6000 bytes.
+failed_tests() {
+    awk '/^failures:$/ { shown = 0; on = 1 } /^test result:/ { on = 0 }
+        on && (shown += length($0) + 1) <= 6000' "$1"
+}
+
+# Prints what failed and all steps; fails if one of them did.
 summary() {
+    if [ -n "${STEP_REPORT//$'\n'/}" ]; then say "Failed tests" && printf '%s' "$STEP_REPORT" >&2; fi
     say "Summary"
     printf '    %s\n' "${STEP_LINES[@]}" >&2
     printf '    %-50s %5ds\n' total "$SECONDS" >&2

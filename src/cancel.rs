@@ -131,8 +131,8 @@ impl CancelToken {
         node.changed.wait_while(node.hooks.lock(), end, |_| !node.has_fired()).1
     }
 
-    /// A token that fires with this one, and can also be fired alone. It does not keep this one: a chain
-    /// of children takes no more memory than those of them that are still held.
+    /// A token that fires with this one, and can also be fired alone. It does not keep this one in memory: a
+    /// chain of children takes only the memory of those that are still held.
     ///
     /// ```
     /// let shutdown = syncguard::CancelToken::new();

@@ -1,7 +1,7 @@
-//! Diagnosis: who holds a lock, asked of any backend.
+//! Diagnosis: who holds a lock, on any backend; and the answers of an [`Operator`](crate::Operator).
 //!
-//! **Never decide by these answers.** Each is true of one moment that is over when it arrives:
-//! between the look and the deed the lease can expire and go to another holder. To act only while a
+//! **Never decide by these answers.** Each is true of one moment that is past when it arrives:
+//! between the lookup and your action the lease can expire and go to another holder. To act only while a
 //! lock is held, call `extend` or `release` and look at *their* answer (they check and act in one
 //! step), or use a fenced transaction. These functions are for screens, logs and tests.
 //!
@@ -28,12 +28,18 @@
 //!
 //! # Cancellation
 //!
-//! No token ends them. A look that a token is to end is [`LockBackend::lookup`] itself, or one of a client's own methods on
+//! No token ends them. For a lookup that a token can end, use [`LockBackend::lookup`] itself, or a client's own methods on
 //! [`cancellable`](crate::LockClient::cancellable).
 
 use crate::backend::{LockBackend, LockInfo, LockInfoRaw, Lookup};
 use crate::cancel::CancelToken;
 use crate::error::Result;
+
+// What an `Operator` answers. They are at the root, too.
+pub use crate::leases::{
+    BlockedSession, BrokenLock, CLEANUP_GUARD_MS, Counts, Finding, IdleCounter, JobMark, MarkReset, Severity,
+    SlotKind, Waiter,
+};
 
 /// The live lease of a key. An expired one and none at all are both `None`.
 ///
@@ -65,7 +71,7 @@ pub fn get_by_id_raw<B: LockBackend + ?Sized>(backend: &B, lock_id: &str) -> Res
     backend.lookup_raw(Lookup::LockId(lock_id), &CancelToken::never())
 }
 
-/// Whether a live lease has this lock id. It changes nothing, unlike an extend, which is no way to ask.
+/// Whether a live lease has this lock id. It changes nothing, unlike an extend, which must not be used to ask.
 ///
 /// **Check-then-act is a race**: `if owns(..) { write() }` writes after the lease is lost. See the
 /// [module](crate::diagnostics) for what to do instead.

@@ -13,7 +13,7 @@ pub type Result<T, E = LockError> = std::result::Result<T, E>;
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub enum ErrorCode {
-    /// The server is away, refused the connection, went down, or rolled a conflict back.
+    /// The server is away, refused the connection, went down, or rolled back because of a conflict.
     ServiceUnavailable,
     /// Wrong credentials, or a right that the role does not have.
     AuthFailed,
@@ -23,7 +23,7 @@ pub enum ErrorCode {
     RateLimited,
     /// An operation's own time ran out.
     NetworkTimeout,
-    /// Waiting for the key took longer than the timeout, or used up the retries. Only from `lock` and its kin.
+    /// Waiting for the key took longer than the timeout, or used up the retries. Only from calls that wait, such as `lock`.
     AcquisitionTimeout,
     /// The caller's [`CancelToken`](crate::CancelToken) fired, or the client was closed.
     Aborted,
@@ -59,7 +59,7 @@ impl fmt::Display for ErrorCode {
 /// Contention is not an error for the single operations; they answer `Locked` or `NotHeld`.
 ///
 /// `Display` and `Debug` never show a key, a lock id or a connection string;
-/// [`key`](LockError::key) and [`lock_id`](LockError::lock_id) hand them to a caller who asks.
+/// [`key`](LockError::key) and [`lock_id`](LockError::lock_id) return them.
 /// [`source`](Error::source) keeps the cause; `Debug`, which is what `fn main() -> Result<()>` prints,
 /// and [`chain`](LockError::chain) show all causes.
 #[derive(thiserror::Error)]

@@ -24,10 +24,10 @@
 //! | [`CancelToken`] | ends waits; also what fires when a lock is lost |
 //! | [`Slot`], [`Run`], [`RunOnce`] | a job that runs once per period |
 //! | [`AdvisoryGuard`], [`AdvisoryKey`], [`AdvisoryOptions`] | session locks |
-//! | [`Term`], [`Leader`] | leader election: a term of one's own, and who leads |
+//! | [`Term`], [`Leader`] | leader election: the term of this process, and who leads |
 //! | [`Operator`], [`Finding`] | who holds what, counts, cleanup, breaking a lock; what is unsafe or slow here |
 //! | [`MemoryBackend`], [`LockClient`] | locks without a server, for tests |
-//! | [`TelemetryOptions`], [`LockSummary`] | every operation as an event, and the whole of each lock |
+//! | [`TelemetryOptions`], [`LockSummary`] | every operation as an event, and each lock as a whole |
 //!
 //! # Two kinds of lock
 //!
@@ -37,19 +37,18 @@
 //! * A **session lock** ([`PgLockClient::advisory_lock`]) is PostgreSQL's advisory lock: no table, no
 //!   ttl, gone with its connection, which its guard occupies.
 //!
-//! When in doubt, take a lease. `docs/which-lock.md` in the repository compares them by question.
+//! When in doubt, take a lease. [Which lock?][which-lock] compares them by question; [coming from][coming-from]
+//! maps the terms of other libraries.
 //!
 //! # The life of a lease
 //!
-//! ```text
-//!   lock("k")   ── granted, fence 7 ──▶  held          ends in 30 s, by the server's clock
-//!   every 10 s  ── renewed ──────────▶  held          ends in 30 s, again
-//!   drop(guard) ── released ─────────▶  free at once
+//! It is granted and renewed, and then released, or abandoned by a holder that dies:
 //!
-//!   or: killed, paused, cut off          nobody renews it
-//!                                        30 s: its holder, if it runs, knows that it is lost
-//!                                      + 1 s: others may have the key, with fence 8
-//! ```
+#![doc = include_str!("../docs/pictures/lease.svg")]
+//!
+//! A key changes hands when its holder is paused for longer than its lease:
+//!
+#![doc = include_str!("../docs/pictures/takeover.svg")]
 //!
 //! # Waiting
 //!
@@ -62,19 +61,24 @@
 //! # Several keys
 //!
 //! [`lock_all`](PgLockClient::lock_all) takes up to 64 keys together, all or none, and holds nothing while it
-//! waits: no order of asking can deadlock.
+//! waits: no order of the keys can deadlock. [More][several-keys]
 //!
 //! # Semaphores and readers
 //!
 //! [`semaphore`](PgLockClient::semaphore) hands out a limited number of permits;
 //! [`read_lock`](PgLockClient::read_lock) shares a key among readers, beside writers that take it with
-//! [`lock`](PgLockClient::lock). Both give a [`LockGuard`]. `docs/semaphores.md` and `docs/shared-leases.md` in the
-//! repository have the rest.
+//! [`lock`](PgLockClient::lock). Both return a [`LockGuard`]. The pages on [semaphores][semaphores] and [shared
+//! leases][shared-leases] have the rest.
+//!
+//! # Served in order
+//!
+//! With [`LockOptions::fair`] those who wait for a key on any machine are served first come, first served, or by
+//! [`priority`](LockOptions::priority), among those who ask for it: [fair waiting][fair-waiting].
 //!
 //! # Once per period
 //!
 //! [`run_once`](PgLockClient::run_once) runs a job once per [`Slot`], whoever's cron starts it: at least once,
-//! at most once, or exactly once together with what the job writes. `docs/run-once.md` has more.
+//! at most once, or exactly once together with what the job writes. [Its page][run-once] has more.
 //!
 //! # Losing a lock
 //!
@@ -100,7 +104,9 @@
 //!
 //! No lease can stop a process that was paused from waking up late. If what the lock protects is in
 //! the same database, [`LockGuard::fence_transaction`] makes such a late transaction impossible to
-//! commit; elsewhere, store the fence beside the data and refuse a smaller one.
+//! commit; elsewhere, store the fence beside the data and refuse a smaller one. [Why, and the rules][fencing]
+//!
+#![doc = include_str!("../docs/pictures/fenced-transaction.svg")]
 //!
 //! ```no_run
 //! # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
@@ -117,8 +123,8 @@
 //! # One leader among many processes
 //!
 //! [`elect`](PgLockClient::elect) campaigns for a key, runs a closure for each [`Term`] that it wins, and
-//! campaigns again; [`leader`](PgLockClient::leader) tells anybody who leads. `docs/election.md` in the
-//! repository has the rest.
+//! campaigns again; [`leader`](PgLockClient::leader) tells anybody who leads. [Its page][election] has
+//! the rest.
 //!
 //! # Without guards
 //!
@@ -131,19 +137,19 @@
 //!
 //! [`LockError::code`] says what kind of failure it is; the text says what to do. An error means that
 //! nothing was changed, unless [`LockError::is_outcome_unknown`] says that the answer to a commit was
-//! lost: then the client's worker goes on releasing the id until its lease would be over.
+//! lost: then the client's worker keeps trying to release the id until its lease would be over.
 //!
 //! # Time
 //!
-//! Who may take a key is decided by the server's clock alone. How long a call may take is up to its
-//! options; see `# Blocking` at [`PgLockClient`] for the two kinds of connection where the client
+//! The server's clock alone decides who may take a key. The options of a call say how long it may
+//! take; see `# Blocking` at [`PgLockClient`] for the two kinds of connection where the client
 //! cannot enforce it by itself.
 //!
 //! # Testing your own code
 //!
-//! Take a [`LockClient`] (a [`PgLockClient`] has one in [`locks`](PgLockClient::locks)) and hand your
-//! code one over a [`MemoryBackend`], whose clock and faults the test controls, the moment a lock is
-//! lost included:
+//! Let your code take a [`LockClient`] (that of a [`PgLockClient`] is [`locks`](PgLockClient::locks)). In tests
+//! give it one over a [`MemoryBackend`], whose clock and faults the test controls, including the moment a
+//! lock is lost:
 //!
 //! ```
 //! use std::time::Duration;
@@ -169,21 +175,60 @@
 //! | events for logs and metrics | [`telemetry`] |
 //! | who holds what, cleanup, breaking a lock | [`diagnostics`], [`Operator`] |
 //! | time and faults in tests | [`memory`] |
-//! | a backend of one's own | [`backend`], and the package `syncguard-contract`, which tests it |
+//! | a custom backend | [`backend`], and the package `syncguard-contract`, which tests it |
+//! | a guide, all options and limits, production | [guide], [options], [production] |
+//! | connection strings, TLS, several hosts | [connecting] |
+//! | what to do about an error | [errors] |
+//! | running it: settings, monitoring, failover | [operations], [high availability][high-availability] |
+//! | rights, and what leaks | [security] |
+//! | in a shell, from C, from Python | [the command][command], [C][c-page], [Python][python-page] |
+//! | what was tried, and how fast it is | [reliability], [performance] |
+//! | other libraries | [coming from][coming-from], [a comparison][comparison] |
+//!
+//! What the modules export and programs type is also at the root, although the lists below leave out what few need:
+//! `syncguard::LockInfo` is [`backend::LockInfo`]. So are `syncguard::postgres`, `syncguard::r2d2` and
+//! `syncguard::r2d2_postgres`: the driver and the pool in the versions whose types are in this interface
+//! ([postgres 0.19](https://docs.rs/postgres/0.19), [r2d2 0.8](https://docs.rs/r2d2/0.8),
+//! [r2d2_postgres 0.18](https://docs.rs/r2d2_postgres/0.18)).
 //!
 //! # Features
 //!
 //! * `serde`: values that hold neither a key nor a lock id (fences, codes, answers, events, reports) can be
 //!   serialised and deserialised, under the names that other SyncGuard clients use.
 //! * `rustls`, `native-tls`: TLS by connection string (`sslmode`, `sslrootcert` and so on), by rustls with ring
-//!   or by the library of the system; with both it is rustls. `docs/connecting.md` in the repository has the rest.
+//!   or by the library of the system; with both, rustls is used. [Connecting][connecting] has the rest.
 //! * `metrics`, `tracing`: operations and whole locks for the crates of those names, by
-//!   [`TelemetryOptions`]; `docs/metrics.md` in the repository lists the names.
+//!   [`TelemetryOptions`]; [metrics][metrics-page] lists the names.
 //!
 //! # Async programs
 //!
-//! These are blocking calls. Inside a runtime use `spawn_blocking`, or they fail; guards and clients
+//! These calls block. Inside a runtime use `spawn_blocking`, or they fail; guards and clients
 //! may be dropped anywhere.
+//!
+//! [which-lock]: https://docs.rs/crate/syncguard/latest/source/docs/which-lock.md
+//! [coming-from]: https://docs.rs/crate/syncguard/latest/source/docs/coming-from.md
+//! [comparison]: https://docs.rs/crate/syncguard/latest/source/docs/comparison.md
+//! [guide]: https://docs.rs/crate/syncguard/latest/source/docs/guide.md
+//! [options]: https://docs.rs/crate/syncguard/latest/source/docs/options.md
+//! [production]: https://docs.rs/crate/syncguard/latest/source/docs/production.md
+//! [semaphores]: https://docs.rs/crate/syncguard/latest/source/docs/semaphores.md
+//! [fair-waiting]: https://docs.rs/crate/syncguard/latest/source/docs/fair-waiting.md
+//! [shared-leases]: https://docs.rs/crate/syncguard/latest/source/docs/shared-leases.md
+//! [run-once]: https://docs.rs/crate/syncguard/latest/source/docs/run-once.md
+//! [several-keys]: https://docs.rs/crate/syncguard/latest/source/docs/several-keys.md
+//! [fencing]: https://docs.rs/crate/syncguard/latest/source/docs/fencing.md
+//! [election]: https://docs.rs/crate/syncguard/latest/source/docs/election.md
+//! [connecting]: https://docs.rs/crate/syncguard/latest/source/docs/connecting.md
+//! [metrics-page]: https://docs.rs/crate/syncguard/latest/source/docs/metrics.md
+//! [errors]: https://docs.rs/crate/syncguard/latest/source/docs/errors.md
+//! [operations]: https://docs.rs/crate/syncguard/latest/source/docs/operations.md
+//! [high-availability]: https://docs.rs/crate/syncguard/latest/source/docs/high-availability.md
+//! [security]: https://docs.rs/crate/syncguard/latest/source/docs/security.md
+//! [command]: https://docs.rs/crate/syncguard/latest/source/docs/command.md
+//! [c-page]: https://docs.rs/crate/syncguard/latest/source/docs/c.md
+//! [python-page]: https://docs.rs/crate/syncguard/latest/source/docs/python.md
+//! [reliability]: https://docs.rs/crate/syncguard/latest/source/docs/reliability.md
+//! [performance]: https://docs.rs/crate/syncguard/latest/source/docs/performance.md
 
 // A panic in library code is a bug.
 #![warn(
@@ -215,6 +260,10 @@ mod tls;
 mod waiting;
 
 // What programs type. What only authors of a backend need is in `backend`, and nowhere else.
+//
+// Rustdoc lists re-exports before everything else and sorts what it lists: so that nobody has to read past names
+// that few need to find `PgLockClient`, each re-export of a public module is either shown as an item of this
+// page or, hidden here, on the page of its module alone.
 pub use client::{PgLockClient, PgLockClientBuilder};
 
 pub use lock::{
@@ -227,25 +276,27 @@ pub use cancel::CancelToken;
 pub use error::{ErrorCode, LockError, Result};
 pub use model::fence::{FENCE_MAX, FENCE_WARN, Fence};
 
-pub use backend::{
-    AcquireResult, Acquired, Capabilities, ExtendResult, LockBackend, LockEnding, LockInfo, LockInfoRaw,
-    LockKind, Lookup, LostReason, Reason, ReleaseResult, Slot,
-};
+#[doc(inline)]
+pub use backend::{AcquireResult, Acquired, ExtendResult, Lookup, LostReason, ReleaseResult, Slot};
+#[doc(hidden)]
+pub use backend::{Capabilities, LockBackend, LockEnding, LockInfo, LockInfoRaw, LockKind, Reason};
 
 pub use advisory::{
     AdvisoryGuard, AdvisoryKey, AdvisoryLost, AdvisoryOptions, AdvisorySession, DEFAULT_MAX_HOLD,
 };
 
-pub use diagnostics::{get_by_id, get_by_id_raw, get_by_key, get_by_key_raw, owns};
-pub use leases::{
-    BrokenLock, CLEANUP_GUARD_MS, Counts, Finding, IdleCounter, JobMark, MarkReset, Operator, Severity,
-    SlotKind, Waiter,
+#[doc(hidden)]
+pub use diagnostics::{
+    BlockedSession, BrokenLock, CLEANUP_GUARD_MS, Counts, Finding, IdleCounter, JobMark, MarkReset, Severity,
+    SlotKind, Waiter, get_by_id, get_by_id_raw, get_by_key, get_by_key_raw, owns,
 };
+pub use leases::Operator;
+#[doc(inline)]
 pub use memory::MemoryBackend;
-pub use telemetry::{
-    EventResult, LockEvent, LockSummary, Operation, Telemetry, TelemetryHandle, TelemetryOptions,
-    with_telemetry,
-};
+#[doc(hidden)]
+pub use telemetry::{EventResult, LockEvent, Operation, Telemetry, TelemetryHandle, with_telemetry};
+#[doc(inline)]
+pub use telemetry::{LockSummary, TelemetryOptions};
 
 // How keys, fences and ids look: every SyncGuard client computes the same.
 pub use model::hash::hash_key;
@@ -256,7 +307,8 @@ pub use model::key::{
 pub use model::lock_id::validate_lock_id;
 pub use model::time::{MAX_TTL, TIME_TOLERANCE_MS, is_live};
 
-// The versions whose types are in this interface: for a pool of the caller's.
+// The versions whose types are in this interface: for a pool of the caller's. The page names them above its lists.
+#[doc(hidden)]
 pub use {postgres, r2d2, r2d2_postgres};
 
 /// A panic that is caught on its way through one of these leaves it of use: state changes in whole steps,
@@ -294,6 +346,12 @@ safe_to_unwind!(
 mod documents {
     #[doc = include_str!("../README.md")]
     struct Readme;
+    #[doc = include_str!("../docs/guide.md")]
+    struct Guide;
+    #[doc = include_str!("../docs/production.md")]
+    struct Production;
+    #[doc = include_str!("../docs/testing.md")]
+    struct Testing;
     #[doc = include_str!("../docs/fencing.md")]
     struct Fencing;
     #[doc = include_str!("../docs/run-once.md")]
@@ -310,6 +368,8 @@ mod documents {
     struct Operations;
     #[doc = include_str!("../docs/shared-leases.md")]
     struct SharedLeases;
+    #[doc = include_str!("../docs/fair-waiting.md")]
+    struct FairWaiting;
     #[doc = include_str!("../docs/semaphores.md")]
     struct Semaphores;
     #[doc = include_str!("../docs/advisory-locks.md")]

@@ -3,63 +3,82 @@
 //! A mutex that a panic has poisoned goes on as if nothing had happened: what it guards is valid after every
 //! statement, wherever one is used here. Not `parking_lot`, which has no poison either: its sleepers stand
 //! in one table of the process, and a child after a `fork` finds its parent's threads in it
-//! (`docs/adr/0024`).
+//! (`docs/adr/0024`). The crate's own tests can order the turns of their threads (`docs/adr/0049`).
 
-use std::sync::{self, PoisonError};
-use std::time::{Duration, Instant};
+#[cfg(test)]
+pub(crate) mod simulated;
 
-pub(crate) use sync::MutexGuard;
+#[cfg(test)]
+pub(crate) use simulated::{Condvar, Mutex, MutexGuard};
+#[cfg(not(test))]
+pub(crate) use system::{Condvar, Mutex, MutexGuard};
 
-#[derive(Debug, Default)]
-pub(crate) struct Mutex<T>(sync::Mutex<T>);
+mod system {
+    use std::sync::{self, PoisonError};
+    use std::time::{Duration, Instant};
 
-impl<T> Mutex<T> {
-    pub(crate) const fn new(value: T) -> Self {
-        Self(sync::Mutex::new(value))
+    pub(crate) use sync::MutexGuard;
+
+    #[derive(Debug, Default)]
+    pub(crate) struct Mutex<T>(sync::Mutex<T>);
+
+    impl<T> Mutex<T> {
+        pub(crate) const fn new(value: T) -> Self {
+            Self(sync::Mutex::new(value))
+        }
+
+        pub(crate) fn get_mut(&mut self) -> &mut T {
+            self.0.get_mut().unwrap_or_else(PoisonError::into_inner)
+        }
+
+        pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
+            self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        }
+
+        #[cfg(test)]
+        pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
+            match self.0.try_lock() {
+                Ok(guard) => Some(guard),
+                Err(sync::TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+                Err(sync::TryLockError::WouldBlock) => None,
+            }
+        }
     }
 
-    pub(crate) fn get_mut(&mut self) -> &mut T {
-        self.0.get_mut().unwrap_or_else(PoisonError::into_inner)
-    }
+    #[derive(Debug, Default)]
+    pub(crate) struct Condvar(sync::Condvar);
 
-    pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
+    impl Condvar {
+        pub(crate) const fn new() -> Self {
+            Self(sync::Condvar::new())
+        }
 
-#[derive(Debug, Default)]
-pub(crate) struct Condvar(sync::Condvar);
+        pub(crate) fn notify_all(&self) {
+            self.0.notify_all();
+        }
 
-impl Condvar {
-    pub(crate) const fn new() -> Self {
-        Self(sync::Condvar::new())
-    }
+        /// Waits for a notification, or for none: look at the condition again.
+        pub(crate) fn wait<'a, T>(&self, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
+            self.0.wait(guard).unwrap_or_else(PoisonError::into_inner)
+        }
 
-    pub(crate) fn notify_all(&self) {
-        self.0.notify_all();
-    }
+        /// The same, for at most this long.
+        pub(crate) fn wait_for<'a, T>(&self, guard: MutexGuard<'a, T>, limit: Duration) -> MutexGuard<'a, T> {
+            self.0.wait_timeout(guard, limit).unwrap_or_else(PoisonError::into_inner).0
+        }
 
-    /// Waits for a notification, or for none: look at the condition again.
-    pub(crate) fn wait<'a, T>(&self, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
-        self.0.wait(guard).unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The same, for at most this long.
-    pub(crate) fn wait_for<'a, T>(&self, guard: MutexGuard<'a, T>, limit: Duration) -> MutexGuard<'a, T> {
-        self.0.wait_timeout(guard, limit).unwrap_or_else(PoisonError::into_inner).0
-    }
-
-    /// Waits as long as the condition holds, at most until `end`. Whether it has ceased to hold by then.
-    pub(crate) fn wait_while<'a, T>(
-        &self,
-        guard: MutexGuard<'a, T>,
-        end: Instant,
-        condition: impl FnMut(&mut T) -> bool,
-    ) -> (MutexGuard<'a, T>, bool) {
-        let limit = end.saturating_duration_since(Instant::now());
-        let waited = self.0.wait_timeout_while(guard, limit, condition);
-        let (guard, result) = waited.unwrap_or_else(PoisonError::into_inner);
-        (guard, !result.timed_out())
+        /// Waits as long as the condition holds, at most until `end`. Whether it has ceased to hold by then.
+        pub(crate) fn wait_while<'a, T>(
+            &self,
+            guard: MutexGuard<'a, T>,
+            end: Instant,
+            condition: impl FnMut(&mut T) -> bool,
+        ) -> (MutexGuard<'a, T>, bool) {
+            let limit = end.saturating_duration_since(Instant::now());
+            let waited = self.0.wait_timeout_while(guard, limit, condition);
+            let (guard, result) = waited.unwrap_or_else(PoisonError::into_inner);
+            (guard, !result.timed_out())
+        }
     }
 }
 
@@ -67,6 +86,7 @@ impl Condvar {
 mod tests {
     use super::*;
     use std::sync::Arc;
+    use std::time::{Duration, Instant};
 
     #[test]
     fn a_panic_under_the_lock_leaves_it_usable() {

@@ -9,15 +9,23 @@
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::thread::{Builder, JoinHandle};
+use std::thread::Builder;
+#[cfg(not(test))]
+pub(crate) use std::thread::JoinHandle;
 
 use tokio::runtime::Handle;
 
 use crate::sync::Mutex;
+#[cfg(test)]
+pub(crate) use crate::sync::simulated::JoinHandle;
 
 /// Starts a thread with a name. A panic in it ends there.
 pub(crate) fn spawn(name: &str, call: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
-    Builder::new().name(name.to_owned()).spawn(move || ignore_panic(call))
+    let builder = Builder::new().name(name.to_owned());
+    #[cfg(test)]
+    return crate::sync::simulated::spawn(builder, move || ignore_panic(call));
+    #[cfg(not(test))]
+    builder.spawn(move || ignore_panic(call))
 }
 
 /// Runs user code, or a backend's. `None` if it panicked. (The panic hook has already told it.)

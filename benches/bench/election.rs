@@ -58,7 +58,7 @@ pub(crate) fn run(stage: &Stage) {
         times.len(),
         terms.len()
     );
-    stage.report.row("hand-over of a leader that steps down, p50 in ms", times, AtMost(3.0), &note);
+    stage.report.row("handover of a leader that steps down, p50 in ms", times, AtMost(3.0), &note);
     let report = &stage.report;
     report.count("… p99 in ms", p99, AtMost(15.0), "");
     report.count("… longest, in ms", longest, NoGoal, "");

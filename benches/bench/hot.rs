@@ -99,10 +99,10 @@ fn processes(stage: &Stage, url: &str) {
     }
     let report = &stage.report;
     report.row("the same, 4 processes of 4 threads / alone", ratios, AtLeast(0.85), "");
-    report.row("… handoff, p50 in ms", p50, AtMost(3.0), "from the start of the release to the next guard");
-    report.row("… handoff, p99 in ms", p99, AtMost(15.0), "");
+    report.row("… handover, p50 in ms", p50, AtMost(3.0), "from the start of the release to the next guard");
+    report.row("… handover, p99 in ms", p99, AtMost(15.0), "");
     let note = format!("{} of them; p99 {:.1} ms", across.len(), quantile(&across, 0.99));
-    report.row("… handoff from process to process, in ms", across, NoGoal, &note);
+    report.row("… handover from process to process, in ms", across, NoGoal, &note);
     let note = format!("p99 {:.0} ms, longest {:.0} ms", quantile(&waits, 0.99), quantile(&waits, 1.0));
     report.row("… wait for the key, in ms", waits, NoGoal, &note);
 }

@@ -10,15 +10,18 @@ use syncguard_test_support as support;
 mod cpu;
 mod cycles;
 mod election;
+mod fair;
 mod floor;
 mod growth;
 mod hot;
 mod line;
 mod many;
+mod owners;
 mod pairs;
 mod permits;
 mod report;
 mod several;
+mod shared;
 mod single;
 mod stepwise;
 
@@ -50,6 +53,9 @@ fn main() {
     if let Some(at) = args.iter().position(|arg| arg == "--child") {
         return hot::child(&args[at + 1]);
     }
+    if let Some(at) = args.iter().position(|arg| arg == "--readers") {
+        return shared::child(&args[at + 1..]);
+    }
     let quick = args.iter().any(|arg| arg == "--quick");
     let only = args.iter().position(|arg| arg == "--only").map(|at| args[at + 1].as_str());
     let server = support::Server::start(
@@ -60,13 +66,16 @@ fn main() {
     let blocks = if quick { 7 } else { 31 };
     let stage = Stage { server, schema, report: report::Report::default(), blocks, quick };
     report::Report::head();
-    let sections: [Section; 8] = [
+    let sections: [Section; 11] = [
         ("cycles", cycles::run),
         ("single", single::run),
         ("hot", hot::run),
         ("several", several::run),
         ("permits", permits::run),
+        ("shared", shared::run),
         ("election", election::run),
+        ("owners", owners::run),
+        ("fair", fair::run),
         ("many", many::run),
         ("growth", growth::run),
     ];

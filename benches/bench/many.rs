@@ -10,7 +10,7 @@ use syncguard::{LockBackend, LockOptions, PgLockClient};
 
 use crate::floor::Floor;
 use crate::line::Line;
-use crate::pairs::time;
+use crate::pairs::{Pair, time};
 use crate::report::Goal::{AtMost, None as NoGoal};
 use crate::report::micros;
 use crate::{Stage, TTL};
@@ -20,14 +20,15 @@ const MANY: usize = 10_000;
 pub(crate) fn run(stage: &Stage) {
     let line = Line::start(stage.server.port(), Duration::from_micros(500));
     let socket = stage.schema.socket_url();
-    renewals(stage, &socket, "one pass over 10,000 renewed leases, socket, in s", 0.15);
-    renewals(stage, &line.url(&stage.schema.url()), "… at 1 ms round trip, in s", 0.3);
+    let floor = Some("… / bare updates of as many rows");
+    renewals(stage, &socket, ("one pass over 10,000 renewed leases, socket, in s", 0.1), floor);
+    renewals(stage, &line.url(&stage.schema.url()), ("… at 1 ms round trip, in s", 0.3), None);
     guards(stage, &socket);
     waiters(stage, &socket);
 }
 
 /// One pass over ten thousand leases in batches of 500, as the worker makes it.
-fn renewals(stage: &Stage, url: &str, figure: &str, goal: f64) {
+fn renewals(stage: &Stage, url: &str, (figure, goal): (&str, f64), floor: Option<&str>) {
     let client = PgLockClient::builder().max_connections(4).connect(url).unwrap();
     let mut direct = Client::connect(url, NoTls).unwrap();
     direct
@@ -49,11 +50,24 @@ fn renewals(stage: &Stage, url: &str, figure: &str, goal: f64) {
             assert!(LockBackend::renew(&client, &renewals, deadline).iter().all(Result::is_ok));
         }
     };
-    pass();
-    let seconds = (0..stage.blocks.min(11)).map(|_| time(pass).as_secs_f64()).collect();
+    let ids: Vec<Vec<&str>> =
+        leases.chunks(500).map(|chunk| chunk.iter().map(|(_, id)| id.as_str()).collect()).collect();
+    let update = direct
+        .prepare("UPDATE syncguard_locks AS l SET expires_at_ms = l.expires_at_ms + 1 FROM unnest($1::text[]) AS w (id) WHERE l.lock_id = w.id")
+        .unwrap();
+    let mut bare = || {
+        for chunk in &ids {
+            assert_eq!(direct.execute(&update, &[chunk]).unwrap(), 500);
+        }
+    };
+    let pair = Pair::run(stage.blocks.min(11), || time(&mut bare), || time(pass));
+    let seconds = pair.second.iter().map(Duration::as_secs_f64).collect();
     direct.batch_execute("DELETE FROM syncguard_locks").unwrap();
     direct.batch_execute("VACUUM syncguard_locks").unwrap();
     stage.report.row(figure, seconds, AtMost(goal), "in batches of 500, one connection");
+    if let Some(figure) = floor {
+        stage.report.row(figure, pair.cost(), NoGoal, &pair.note(MANY, ["bare", "a row"]));
+    }
 }
 
 /// Real guards: what one weighs, and what it takes to drop them.

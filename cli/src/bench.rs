@@ -71,10 +71,10 @@ pub(crate) fn bench(at: &At, bench: &Bench) -> Ended {
         let rows: Vec<_> = all.iter().map(Measured::row).collect();
         table(&["IN MILLISECONDS", "MEDIAN", "99 %", "LONGEST", "PER SECOND", "COUNT"], &rows)?;
         print(
-            "One statement is a round trip with nothing to decide; a lock and its release are two changes, each",
+            "One statement is a round trip that changes nothing; a lock and its release are two changes, each",
         )?;
         print(
-            "of which waits for the server's disk. From this machine, beside whatever else the server does now.",
+            "of which waits for the server's disk. Measured from this machine, under the server's present load.",
         )?;
     }
     Ok(0)
@@ -124,7 +124,7 @@ fn measure(
 /// From a release to the grant of a client in another place that waits for it.
 fn hand_over(at: &At, client: &PgLockClient, time: Duration) -> Result<Measured, crate::failure::Failure> {
     let other = connect(at)?;
-    let key = format!("{KEYS}-hand-over");
+    let key = format!("{KEYS}-handover");
     let patient = LockOptions::new().timeout(Duration::from_secs(10));
     let begin = Instant::now();
     let mut times = Vec::new();

@@ -67,7 +67,7 @@ pub(crate) fn on_lost(text: &str) -> Result<OnLost, String> {
         // A word alone may be one of the three with a slip in it.
         command if command.contains([' ', '/']) => Ok(OnLost::Command(command.to_owned())),
         _ => Err(
-            "it is term, kill, ignore, or a command for the shell: write one of a single word with its path"
+            "write term, kill, ignore, or a command for the shell: a command of a single word needs its path"
                 .to_owned(),
         ),
     }
@@ -75,7 +75,7 @@ pub(crate) fn on_lost(text: &str) -> Result<OnLost, String> {
 
 pub(crate) fn period(text: &str) -> Result<Period, String> {
     const HELP: &str =
-        "it is hourly, daily, weekly, a period such as 15m, or slot:NUMBER, such as slot:20261128";
+        "write hourly, daily, weekly, a period such as 15m, or slot:NUMBER, such as slot:20261128";
     let hours = |hours: u64| Ok(Period::Every(Duration::from_secs(hours * 3600)));
     match text {
         "hourly" => return hours(1),
@@ -96,7 +96,7 @@ pub(crate) fn period(text: &str) -> Result<Period, String> {
 /// With or without the zeros before it.
 pub(crate) fn fence(text: &str) -> Result<Fence, String> {
     let number = text.parse().ok().and_then(Fence::new);
-    number.ok_or_else(|| "a fence is a number, as `syncguard status KEY` shows it".to_owned())
+    number.ok_or_else(|| "a fencing token is a number, as `syncguard status KEY` shows it".to_owned())
 }
 
 /// As people write it: `1h 30m`, `250ms`. Above a minute in whole seconds.

@@ -15,6 +15,18 @@ pub(crate) fn connect(at: &At) -> Result<PgLockClient, Failure> {
     open(at, builder(at))
 }
 
+/// The same, which says who it is with each lock.
+pub(crate) fn connect_as(at: &At, owner: Option<&str>) -> Result<PgLockClient, Failure> {
+    let builder = builder(at);
+    open(
+        at,
+        match owner {
+            Some(owner) => builder.owner(owner),
+            None => builder,
+        },
+    )
+}
+
 /// A client for what only looks: makes no tables.
 pub(crate) fn look(at: &At) -> Result<PgLockClient, Failure> {
     open(at, builder(at).auto_create_tables(false))
@@ -30,6 +42,9 @@ fn builder(at: &At) -> PgLockClientBuilder {
     }
     if let Some(name) = &at.fence_table {
         builder = builder.fence_table_name(name);
+    }
+    if let Some(name) = &at.members_table {
+        builder = builder.members_table_name(name);
     }
     builder
 }

@@ -24,7 +24,7 @@ pub(crate) fn elect(at: &At, elect: &Elect) -> Ended {
         Progress::start(&work.client, subject)
     };
     let mut line = campaign();
-    let led = work.client.elect(&elect.key, &work.options(), |term| {
+    let led = work.client.elect(&elect.key, &elect.order.of(work.options()), |term| {
         line = None;
         let told = [("SYNCGUARD_KEY", elect.key.clone()), ("SYNCGUARD_FENCE", term.number().to_string())];
         say(&format!("{key}: leading, term {}", term.number().get()));

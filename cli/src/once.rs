@@ -37,7 +37,7 @@ fn wait_and_run(work: &Work<'_>, run: &Run, period: Period) -> Ended {
     loop {
         let slot_now = slot_at(work, period)?;
         if last_slot.is_some_and(|last| last != slot_now) {
-            say(&format!("{key}: the period is over, and whoever ran it had not ended"));
+            say(&format!("{key}: the period is over, and the run elsewhere had not ended"));
             return Ok(run.busy_code);
         }
         last_slot = Some(slot_now);
@@ -47,7 +47,7 @@ fn wait_and_run(work: &Work<'_>, run: &Run, period: Period) -> Ended {
         let rest = give_up.map_or(LOOK, |at| at.saturating_duration_since(Instant::now()));
         if rest.is_zero() {
             drop(line);
-            say(&format!("{key} runs already, elsewhere: whether it ends well is not known yet"));
+            say(&format!("{key} is already running elsewhere, and its result is not known yet"));
             return Ok(run.busy_code);
         }
         line = line.or_else(|| {
@@ -79,7 +79,7 @@ fn attempt(
     let ran = work.client.run_once(&run.key, slot, &work.options(), |lease| {
         *line = None;
         if lease.skipped() > 0 {
-            say(&format!("{} periods since the last run were left out", lease.skipped()));
+            say(&format!("{} periods since the last run were missed", lease.skipped()));
         }
         let told = [
             ("SYNCGUARD_KEY", run.key.clone()),

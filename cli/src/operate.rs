@@ -30,7 +30,7 @@ pub(crate) fn break_lock(at: &At, request: &Break) -> Ended {
     };
     let Some(broken) = broken else {
         say(&format!(
-            "nothing was broken: {name} is not held under fence {}; see `syncguard status` for who has it now",
+            "nothing was broken: {name} is not held under fencing token {}; see `syncguard status` for who has it now",
             request.fence.get()
         ));
         return Ok(BUSY);
@@ -41,11 +41,11 @@ pub(crate) fn break_lock(at: &At, request: &Break) -> Ended {
         )?;
     } else {
         print(&format!(
-            "{name} is free: the lease under fence {} was taken away, and the fence is {} now.",
+            "{name} is free: the lease under fencing token {} was taken away, and the fencing token is {} now.",
             request.fence.get(),
             broken.fence.get()
         ))?;
-        print("Its holder notices at its next renewal, and until then may go on: see that it stops.")?;
+        print("Its holder notices at its next renewal, and until then may go on: make sure that it stops.")?;
     }
     Ok(0)
 }
@@ -64,7 +64,7 @@ pub(crate) fn cleanup(at: &At, cleanup: &Cleanup) -> Ended {
     if at.json {
         print_json(&json!({ "deleted": deleted }))?;
     } else {
-        print(&format!("{deleted} rows of leases that were over are deleted"))?;
+        print(&format!("deleted {deleted} rows of expired leases"))?;
     }
     Ok(0)
 }
@@ -77,7 +77,7 @@ pub(crate) fn set_up(at: &At) -> Ended {
         print_json(&json!({ "ready": true, "held": counts.live, "counters": counts.counters }))?;
     } else {
         print(&format!(
-            "the tables are there: {} held, {} keys were locked so far",
+            "the tables are there; locks held: {}, keys locked so far: {}",
             counts.live, counts.counters
         ))?;
     }

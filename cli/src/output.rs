@@ -5,7 +5,7 @@ use std::io::{self, Write as _};
 use std::time::{Duration, SystemTime};
 
 use serde_json::{Map, Value, json};
-use syncguard::Fence;
+use syncguard::LockInfo;
 
 use crate::choices::spoken;
 use crate::failure::Failure;
@@ -14,41 +14,59 @@ use crate::failure::Failure;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Held {
     pub(crate) key: String,
-    pub(crate) permit: Option<u32>,
-    pub(crate) fence: Fence,
-    pub(crate) acquired_at_ms: i64,
-    pub(crate) expires_at_ms: i64,
+    pub(crate) lease: LockInfo,
     pub(crate) now_ms: i64,
 }
 
 impl Held {
+    /// Its holder in a sentence, after "is held". Of several readers the last one speaks.
+    pub(crate) fn by(&self) -> Option<String> {
+        let who = self.lease.who()?;
+        Some(if self.lease.shared { format!(", the last reader being {who},") } else { format!(" by {who}") })
+    }
+
     /// How long it has been held.
     pub(crate) fn age(&self) -> Duration {
-        ms(self.now_ms - self.acquired_at_ms)
+        ms(self.now_ms - self.lease.acquired_at_ms)
     }
 
     /// How long it lasts unless it is renewed.
     pub(crate) fn remaining(&self) -> Duration {
-        ms(self.expires_at_ms - self.now_ms)
+        ms(self.lease.expires_at_ms - self.now_ms)
     }
 
     /// The key as a line of a table has it.
     pub(crate) fn name(&self) -> String {
         let name = printable(&self.key);
-        self.permit.map_or(name.clone(), |permit| format!("{name} (permit {permit})"))
+        match (self.lease.permit, self.lease.shared, self.lease.readers) {
+            (Some(permit), ..) => format!("{name} (permit {permit})"),
+            (None, true, Some(1)) => format!("{name} (1 reader)"),
+            (None, true, Some(readers)) => format!("{name} ({readers} readers)"),
+            (None, true, None) => format!("{name} (readers)"),
+            (None, false, _) => name,
+        }
     }
 
     pub(crate) fn json(&self) -> Value {
-        let mut fields = Map::new();
+        let (lease, mut fields) = (&self.lease, Map::new());
         fields.insert("key".to_owned(), json!(self.key));
-        if let Some(permit) = self.permit {
+        if let Some(permit) = lease.permit {
             fields.insert("permit".to_owned(), json!(permit));
         }
+        if lease.shared {
+            fields.insert("shared".to_owned(), json!(true));
+            fields.insert("readers".to_owned(), json!(lease.readers));
+        }
         fields.insert("held".to_owned(), json!(true));
-        fields.insert("fence".to_owned(), json!(self.fence.to_string()));
-        fields.insert("acquired_at_ms".to_owned(), json!(self.acquired_at_ms));
-        fields.insert("expires_at_ms".to_owned(), json!(self.expires_at_ms));
+        fields.insert("fence".to_owned(), json!(lease.fence.to_string()));
+        fields.insert("acquired_at_ms".to_owned(), json!(lease.acquired_at_ms));
+        fields.insert("expires_at_ms".to_owned(), json!(lease.expires_at_ms));
         fields.insert("now_ms".to_owned(), json!(self.now_ms));
+        for (name, said) in [("owner", &lease.owner), ("note", &lease.note)] {
+            if let Some(said) = said {
+                fields.insert(name.to_owned(), json!(said));
+            }
+        }
         Value::Object(fields)
     }
 }
@@ -72,7 +90,7 @@ pub(crate) fn printable(text: &str) -> String {
     let mut shown = String::with_capacity(text.len());
     for c in text.chars() {
         if c.is_control()
-            || matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+            || matches!(c, '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{2069}' | '\u{feff}' | '\u{e0000}'..='\u{e0fff}')
         {
             let _ = write!(shown, "{}", c.escape_unicode());
         } else {

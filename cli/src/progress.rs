@@ -91,12 +91,13 @@ fn describe(client: &PgLockClient, subject: &Subject, waited: Duration) -> Strin
             )
         }
         None => match find(client, &subject.key) {
-            Ok(Some(lease)) => {
+            Ok(Some(held)) => {
                 format!(
-                    "held for {}, since {}, fence {}",
-                    age(lease.age()),
-                    clock(lease.acquired_at_ms),
-                    lease.fence.get()
+                    "held{} for {}, since {}, fencing token {}",
+                    held.by().unwrap_or_default(),
+                    age(held.age()),
+                    clock(held.lease.acquired_at_ms),
+                    held.lease.fence.get()
                 )
             }
             Ok(None) => "free, trying".to_owned(),

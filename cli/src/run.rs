@@ -1,4 +1,4 @@
-//! `run`: a program under a lock, or under a permit.
+//! `run`: a program under a lock, as one of its readers, or under a permit.
 
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::Duration;
@@ -10,7 +10,7 @@ use syncguard::{
 use crate::args::{At, Program, Run};
 use crate::child::Start;
 use crate::choices::{OnLost, Wait};
-use crate::connection::connect;
+use crate::connection::connect_as;
 use crate::failure::{Ended, Failure, say, tell_causes};
 use crate::output::{age, clock, printable};
 use crate::progress::{Progress, Subject};
@@ -41,14 +41,19 @@ impl<'a> Work<'a> {
         let waiting = CancelToken::new();
         signals::listen(tell.clone(), waiting.clone())
             .map_err(|error| Failure::Io("signals cannot be heard".to_owned(), error))?;
-        Ok(Self { client: connect(at)?, program, on_lost, grace, waiting, tell, events })
+        let client = connect_as(at, program.owner.as_deref())?;
+        Ok(Self { client, program, on_lost, grace, waiting, tell, events })
     }
 
     pub(crate) fn options(&self) -> LockOptions {
         let tell = self.tell.clone();
-        LockOptions::new().ttl(self.program.ttl).cancel(&self.waiting).on_lost(move |_| {
+        let options = LockOptions::new().ttl(self.program.ttl).cancel(&self.waiting).on_lost(move |_| {
             let _ = tell.send(Event::Lost);
-        })
+        });
+        match &self.program.note {
+            Some(note) => options.note(note),
+            None => options,
+        }
     }
 
     pub(crate) fn waiting(&self) -> &CancelToken {
@@ -79,7 +84,7 @@ impl<'a> Work<'a> {
         match self.client.close(CLOSING) {
             Ok(report) if report.failed + report.pending > 0 => {
                 say(&format!(
-                    "the lock could not be let go: it stays until its ttl is over, at most {} from now",
+                    "the lock could not be released: it stays until its ttl is over, at most {} from now",
                     age(self.program.ttl + Duration::from_secs(1))
                 ));
             }
@@ -94,7 +99,7 @@ fn grace(program: &Program) -> Result<Duration, Failure> {
     let ttl = program.ttl;
     if ttl < SHORTEST_TTL {
         return Err(Failure::Usage(format!(
-            "--ttl is at least {}: a slow answer must not end a lease",
+            "--ttl must be at least {}: a slow answer must not end a lease",
             age(SHORTEST_TTL)
         )));
     }
@@ -103,7 +108,7 @@ fn grace(program: &Program) -> Result<Duration, Failure> {
     if grace + MARGIN > ttl / 2 {
         let ttl = age((grace + MARGIN).saturating_mul(2));
         return Err(Failure::Usage(format!(
-            "--grace is below half of --ttl, for the program must have ended before the lease does: a --ttl of {ttl} would do"
+            "--grace must be below half of --ttl, because the program has to end before the lease does: a --ttl of {ttl} would do"
         )));
     }
     Ok(grace)
@@ -131,7 +136,7 @@ pub(crate) fn run(at: &At, run: &Run) -> Ended {
 
 /// `None` if somebody else has it.
 fn acquire(work: &Work<'_>, run: &Run) -> Locked<Option<LockGuard>> {
-    let mut options = work.options();
+    let mut options = run.order.of(work.options());
     if let Some(least) = run.min_hold {
         options = options.min_hold(least);
     }
@@ -144,6 +149,8 @@ fn acquire(work: &Work<'_>, run: &Run) -> Locked<Option<LockGuard>> {
         Subject { key: run.key.clone(), permits: run.permits, wait: run.wait, doing: "waiting for" };
     let _line = Progress::start(&work.client, subject);
     let locked = match (run.permits, run.wait) {
+        (None, Wait::Once) if run.shared => work.client.try_read_lock_with(&run.key, &options),
+        (None, _) if run.shared => work.client.read_lock_with(&run.key, &options).map(Some),
         (None, Wait::Once) => work.client.try_lock_with(&run.key, &options),
         (None, _) => work.client.lock_with(&run.key, &options).map(Some),
         (Some(limit), Wait::Once) => work.client.semaphore(&run.key, limit)?.try_acquire_with(&options),
@@ -176,13 +183,13 @@ fn under(work: &Work<'_>, run: &Run, guard: LockGuard) -> Ended {
         Ok(ReleaseResult::NotHeld) if run.on_lost != OnLost::Ignore => {
             let code = code_of(status);
             say(&format!(
-                "the lock was lost before the program ended, with exit code {code}: another may have run beside it"
+                "the lock was lost before the program ended, with exit code {code}: another program may have run at the same time"
             ));
             Ok(run.program.lost_code)
         }
         Ok(_) => Ok(code_of(status)),
         Err(error) => {
-            say(&format!("the lock could not be let go yet: {error}"));
+            say(&format!("the lock could not be released yet: {error}"));
             tell_causes(&error);
             Ok(code_of(status))
         }
@@ -198,11 +205,12 @@ fn tell_busy(client: &PgLockClient, run: &Run) {
     };
     let text = match (run.permits, find(client, &run.key)) {
         (Some(limit), _) => format!("{key}: all {limit} permits are held{waited}"),
-        (None, Ok(Some(lease))) => format!(
-            "{key} is held by somebody else for {}, since {}, under fence {}{waited}",
-            age(lease.age()),
-            clock(lease.acquired_at_ms),
-            lease.fence.get()
+        (None, Ok(Some(held))) => format!(
+            "{key} is held{} for {}, since {}, under fencing token {}{waited}",
+            held.by().unwrap_or_else(|| " by somebody else".to_owned()),
+            age(held.age()),
+            clock(held.lease.acquired_at_ms),
+            held.lease.fence.get()
         ),
         _ => format!("{key} was held by somebody else{waited}"),
     };

@@ -1,9 +1,11 @@
 //! `status`, `list`, `waiters`: who holds what, and who waits.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use syncguard::{LockInfoRaw, PgLockClient, Result as Asked, hash_key};
+use syncguard::backend::{HeldBy, LockBackend as _, Moment};
+use syncguard::{CancelToken, LockInfoRaw, Lookup, PgLockClient, Result as Asked, Waiter, hash_key};
 
 use crate::args::{At, List, Status, Waiters};
 use crate::connection::look;
@@ -15,16 +17,15 @@ const FREE: u8 = 1;
 
 /// The live lease of this key, with the server's time.
 pub(crate) fn find(client: &PgLockClient, key: &str) -> Asked<Option<Held>> {
-    let Some(lease) = client.get_by_key(key)? else { return Ok(None) };
+    let Some(HeldBy { mut lease, .. }) = client.who_holds(key, Moment::NEVER, &CancelToken::never())? else {
+        return Ok(None);
+    };
     let now_ms = client.operator().server_time_ms()?;
-    Ok(Some(Held {
-        key: key.to_owned(),
-        permit: None,
-        fence: lease.fence,
-        acquired_at_ms: lease.acquired_at_ms,
-        expires_at_ms: lease.expires_at_ms,
-        now_ms,
-    }))
+    // That says who holds the key, but not how many readers share it: a lookup counts them.
+    if lease.shared {
+        lease.readers = client.lookup(Lookup::Key(key))?.and_then(|found| found.readers);
+    }
+    Ok(Some(Held { key: key.to_owned(), lease, now_ms }))
 }
 
 /// All live leases, by name.
@@ -32,35 +33,26 @@ pub(crate) fn all(client: &PgLockClient, limit: u32) -> Asked<Vec<Held>> {
     let operator = client.operator();
     let leases = operator.holders_raw(limit)?;
     let now_ms = operator.server_time_ms()?;
-    let mut held: Vec<Held> = leases.into_iter().map(|lease| shown(lease, now_ms)).collect();
-    held.sort_by(|a, b| (&a.key, a.permit).cmp(&(&b.key, b.permit)));
+    let shown = |raw: LockInfoRaw| Held { lease: raw.sanitized(), key: raw.key, now_ms };
+    let mut held: Vec<Held> = leases.into_iter().map(shown).collect();
+    held.sort_by(|a, b| (&a.key, a.lease.permit).cmp(&(&b.key, b.lease.permit)));
     Ok(held)
-}
-
-fn shown(lease: LockInfoRaw, now_ms: i64) -> Held {
-    Held {
-        key: lease.key,
-        permit: lease.permit,
-        fence: lease.fence,
-        acquired_at_ms: lease.acquired_at_ms,
-        expires_at_ms: lease.expires_at_ms,
-        now_ms,
-    }
 }
 
 pub(crate) fn status(at: &At, status: &Status) -> Ended {
     let client = look(at)?;
-    if let Some(lease) = find(&client, &status.key)? {
+    if let Some(held) = find(&client, &status.key)? {
         if at.json {
-            print_json(&lease.json())?;
+            print_json(&held.json())?;
         } else {
             print(&format!(
-                "{} is held for {}, since {}, under fence {}; its lease ends in {} unless it is renewed",
-                lease.name(),
-                age(lease.age()),
-                clock(lease.acquired_at_ms),
-                lease.fence.get(),
-                age(lease.remaining())
+                "{} is held{} for {}, since {}, under fencing token {}; its lease ends in {} unless it is renewed",
+                held.name(),
+                held.by().unwrap_or_default(),
+                age(held.age()),
+                clock(held.lease.acquired_at_ms),
+                held.lease.fence.get(),
+                age(held.remaining())
             ))?;
         }
         return Ok(0);
@@ -87,16 +79,21 @@ pub(crate) fn list(at: &At, list: &List) -> Ended {
     } else if held.is_empty() {
         print("nothing is held")?;
     } else {
-        let row = |lease: &Held| {
+        let row = |held: &Held| {
             vec![
-                lease.name(),
-                lease.fence.get().to_string(),
-                age(lease.age()),
-                clock(lease.acquired_at_ms),
-                age(lease.remaining()),
+                held.name(),
+                held.lease.fence.get().to_string(),
+                age(held.age()),
+                clock(held.lease.acquired_at_ms),
+                age(held.remaining()),
+                held.lease.who().unwrap_or_default(),
             ]
         };
-        table(&["KEY", "FENCE", "HELD FOR", "SINCE", "ENDS IN"], &held.iter().map(row).collect::<Vec<_>>())?;
+        // Where nobody says anything there is no column for it.
+        let said = held.iter().any(|held| held.lease.who().is_some());
+        let headings = ["KEY", "FENCE", "HELD FOR", "SINCE", "ENDS IN", "WHO"];
+        let headings = headings.get(..headings.len() - usize::from(!said)).unwrap_or_default();
+        table(headings, &held.iter().map(row).collect::<Vec<_>>())?;
     }
     if u32::try_from(held.len()).is_ok_and(|shown| shown == list.limit) {
         say(&format!("there may be more than these {}: see --limit", list.limit));
@@ -107,9 +104,47 @@ pub(crate) fn list(at: &At, list: &List) -> Ended {
 pub(crate) fn waiters(at: &At, waiters: &Waiters) -> Ended {
     let client = look(at)?;
     match &waiters.key {
+        _ if waiters.fair => in_order(at, &client),
         Some(key) => stuck(at, &client, key),
         None => waiting(at, &client),
     }
+}
+
+/// Who has a ticket. Keys that nobody holds are known by their hashes only.
+fn in_order(at: &At, client: &PgLockClient) -> Ended {
+    let operator = client.operator();
+    let (waiters, now_ms) = (operator.waiters(u32::MAX)?, operator.server_time_ms()?);
+    let keys: BTreeMap<String, String> =
+        all(client, u32::MAX)?.into_iter().map(|lease| (hash_key(&lease.key), lease.key)).collect();
+    if at.json {
+        let objects = waiters.iter().map(|waiter| {
+            json!({
+                "key": keys.get(&waiter.key_hash),
+                "key_hash": waiter.key_hash,
+                "since_ms": waiter.since_ms,
+                "now_ms": now_ms,
+                "priority": waiter.priority,
+                "note": waiter.note,
+            })
+        });
+        print_json(&Value::Array(objects.collect()))?;
+    } else if waiters.is_empty() {
+        print("nobody waits in order")?;
+    } else {
+        let row = |waiter: &Waiter| {
+            let waited = u64::try_from(now_ms - waiter.since_ms).unwrap_or(0);
+            vec![
+                keys.get(&waiter.key_hash)
+                    .map_or_else(|| format!("#{}", waiter.key_hash), |key| printable(key)),
+                age(Duration::from_millis(waited)),
+                waiter.priority.to_string(),
+                waiter.note.as_deref().map(printable).unwrap_or_default(),
+            ]
+        };
+        let rows: Vec<_> = waiters.iter().map(row).collect();
+        table(&["KEY", "WAITS FOR", "PRIORITY", "NOTE"], &rows)?;
+    }
+    Ok(0)
 }
 
 /// How many clients wait for each key.
@@ -134,7 +169,7 @@ fn waiting(at: &At, client: &PgLockClient) -> Ended {
 
 /// Which sessions are in the server over this key, and behind whom.
 fn stuck(at: &At, client: &PgLockClient, key: &str) -> Ended {
-    let found = client.operator().waiters(key)?;
+    let found = client.operator().blocked(key)?;
     if at.json {
         let objects = found.iter().map(|waiter| {
             json!({
@@ -148,10 +183,10 @@ fn stuck(at: &At, client: &PgLockClient, key: &str) -> Ended {
         print_json(&Value::Array(objects.collect()))?;
     } else if found.is_empty() {
         print(
-            "no session is stuck over it in the server; who waits for its release is in `syncguard waiters`",
+            "no session is stuck on it in the server; `syncguard waiters` shows who waits for its release",
         )?;
     } else {
-        let row = |waiter: &syncguard::Waiter| {
+        let row = |waiter: &syncguard::BlockedSession| {
             let blocked_by: Vec<String> = waiter.blocked_by.iter().map(ToString::to_string).collect();
             vec![
                 waiter.pid.to_string(),

@@ -219,7 +219,7 @@ fn end_reader_of_terminal(running: &Running, asked: &mut bool) {
     }
     *asked = true;
     say(
-        "the program wants to talk with the terminal, which it cannot here, and is ended: give it its answers by a file or an option",
+        "the program asks for input at the terminal, which it does not have here, and is ended: give it its answers in a file or by an option",
     );
     running.signal(Signal::TERM);
     running.signal(Signal::CONT);

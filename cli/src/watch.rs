@@ -137,10 +137,10 @@ fn begin(client: PgLockClient, every: Duration, tell: &Sender<Event>) -> io::Res
 impl View {
     fn take(&mut self, sample: Sample) {
         let mut longest = BTreeMap::new();
-        for lease in &sample.held {
-            let id = (lease.key.clone(), lease.permit, lease.fence);
+        for held in &sample.held {
+            let id = (held.key.clone(), held.lease.permit, held.lease.fence);
             let before = self.longest.get(&id).copied().unwrap_or_default();
-            longest.insert(id, before.max(lease.remaining()));
+            longest.insert(id, before.max(held.remaining()));
         }
         self.longest = longest;
         self.sample = Some(sample);
@@ -177,41 +177,46 @@ impl View {
     fn heading(&self) -> String {
         let Some(sample) = &self.sample else { return "syncguard".to_owned() };
         let waiting: u64 = sample.waiting.values().sum();
-        let now = sample.held.first().map_or_else(String::new, |lease| format!(", {}", clock(lease.now_ms)));
+        let now = sample.held.first().map_or_else(String::new, |held| format!(", {}", clock(held.now_ms)));
         format!("syncguard: {} held, {waiting} waiting{now}", sample.held.len())
     }
 
     fn draw_table(&self, frame: &mut ratatui::Frame<'_>, area: Rect) {
         let Some(sample) = &self.sample else { return };
-        let rows = sample.held.iter().skip(self.top).map(|lease| self.row(lease, sample));
-        let widths = [
+        let rows = sample.held.iter().skip(self.top).map(|held| self.row(held, sample));
+        let mut widths = vec![
             Constraint::Fill(1),
             Constraint::Length(12),
             Constraint::Length(14),
             Constraint::Length(22),
             Constraint::Length(7),
         ];
-        let headings = Row::new(["KEY", "FENCE", "HELD FOR", "TTL LEFT", "WAITERS"])
-            .style(Style::new().add_modifier(Modifier::BOLD));
+        let mut headings = vec!["KEY", "FENCE", "HELD FOR", "TTL LEFT", "WAITERS"];
+        if sample.held.iter().any(|held| held.lease.who().is_some()) {
+            widths.push(Constraint::Fill(1));
+            headings.push("WHO");
+        }
+        let headings = Row::new(headings).style(Style::new().add_modifier(Modifier::BOLD));
         frame.render_widget(Table::new(rows, widths).header(headings), area);
     }
 
-    fn row(&self, lease: &Held, sample: &Sample) -> Row<'static> {
-        let waiting = sample.waiting.get(&hash_key(&lease.key)).copied().unwrap_or(0);
+    fn row(&self, held: &Held, sample: &Sample) -> Row<'static> {
+        let waiting = sample.waiting.get(&hash_key(&held.key)).copied().unwrap_or(0);
         let cells = [
-            Line::raw(lease.name()),
-            Line::raw(lease.fence.get().to_string()),
-            Line::raw(age(lease.age())),
-            self.bar(lease),
+            Line::raw(held.name()),
+            Line::raw(held.lease.fence.get().to_string()),
+            Line::raw(age(held.age())),
+            self.bar(held),
             Line::raw(if waiting == 0 { String::new() } else { waiting.to_string() }),
+            Line::raw(held.lease.who().unwrap_or_default()),
         ];
         Row::new(cells)
     }
 
     /// What is left of the lease, of the most that was seen of it.
-    fn bar(&self, lease: &Held) -> Line<'static> {
-        let id = (lease.key.clone(), lease.permit, lease.fence);
-        let (rest, whole) = (lease.remaining(), self.longest.get(&id).copied().unwrap_or_default());
+    fn bar(&self, held: &Held) -> Line<'static> {
+        let id = (held.key.clone(), held.lease.permit, held.lease.fence);
+        let (rest, whole) = (held.remaining(), self.longest.get(&id).copied().unwrap_or_default());
         let full = filled(rest, whole);
         let colour = match full {
             0..=2 => Color::Red,

@@ -1,6 +1,6 @@
 //! The contract of a [`LockBackend`], as tests that any backend can be put through.
 //!
-//! For people who write a backend; how to write one is said in [`syncguard::backend`], and
+//! For people who write a backend; [`syncguard::backend`] says how, and
 //! `examples/own_backend.rs` in the repository is one.
 //!
 //! ```toml
@@ -9,7 +9,7 @@
 //! ```
 //!
 //! Write a [`Harness`] that opens the store under test and reaches behind the port where the suite
-//! must, and let [`contract_tests!`] make one `#[test]` of each case:
+//! must, and let [`contract_tests!`] make a `#[test]` of each case:
 //!
 //! ```
 //! use std::sync::Arc;
@@ -49,13 +49,14 @@
 //! ```
 //!
 //! Each case uses keys of its own (the hooks get plain ASCII), so cases may run at once, and on a
-//! store that others use. They leave rows and counters behind, and they count on an authority's
-//! clock that is not turned meanwhile; a call should take well under half a second.
+//! store that others use. They leave rows and counters behind, and rely on the deciding
+//! clock not being changed meanwhile; a call should take well under half a second.
 
 mod bench;
 mod cancelling;
 mod fences;
 mod keys;
+mod labels;
 mod once;
 mod ownership;
 mod permits;
@@ -65,6 +66,7 @@ mod renewals;
 mod several;
 mod shared;
 mod times;
+mod turns;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -81,7 +83,7 @@ pub trait Harness: Send + Sync {
     /// The time of the clock that decides liveness, in Unix milliseconds.
     fn now_ms(&self) -> i64;
 
-    /// Sets the stored expiry of the key's row to so many milliseconds ago. The row is there.
+    /// Sets the stored expiry of the key's row to this many milliseconds ago. The row exists.
     fn age(&self, key: &str, past_expiry_ms: i64);
 
     /// Whether the key has a row, live or not.
@@ -96,7 +98,7 @@ pub trait Harness: Send + Sync {
     /// Sets the key's fence counter, which may not exist yet. Values fit `i64`.
     fn set_counter(&self, key: &str, value: u64);
 
-    /// The same kind of store with stored keys of at most so many bytes, so that long keys are
+    /// The same kind of store with stored keys of at most this many bytes, so that long keys are
     /// stored under their digest. `None` skips the case that needs it.
     fn with_storage_limit(&self, bytes: usize) -> Option<Box<dyn Harness>> {
         let _ = bytes;
@@ -272,6 +274,17 @@ cases! { $
     shared::a_reader_yields_to_a_writer_that_has_waited_longer,
     shared::bad_keys_ids_and_ttls_of_readers_are_refused,
     shared::racing_readers_and_writers_exclude_each_other,
+    labels::a_holder_is_shown_in_its_own_words,
+    labels::what_a_holder_said_is_never_shown_for_the_next_one,
+    labels::sets_permits_and_readers_are_shown_in_their_holder_s_words,
+    labels::a_label_that_cannot_be_kept_is_refused_and_changes_nothing,
+    turns::a_live_ticket_that_is_ahead_is_yielded_to,
+    turns::a_ticket_ends_by_itself_when_it_is_withdrawn_and_when_it_claims_too_much,
+    turns::a_ticket_that_is_said_again_becomes_older_and_never_younger,
+    turns::nobody_is_behind_its_own_ticket,
+    turns::a_grant_puts_the_next_one_in_line,
+    turns::the_same_attempt_in_turn_again_answers_with_its_first_grant,
+    turns::bad_keys_and_ids_of_tickets_are_refused,
     permits::as_many_permits_are_granted_as_the_limit_says,
     permits::a_permit_is_a_lease_under_a_key_of_its_own,
     permits::the_same_attempt_for_a_permit_again_answers_with_its_first_grant,

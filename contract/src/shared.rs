@@ -220,7 +220,7 @@ pub(crate) fn readers_whose_group_is_over_are_lost_and_the_key_is_free(bench: &B
 pub(crate) fn a_reader_yields_to_a_writer_that_has_waited_longer(bench: &Bench<'_>) {
     let Some(key) = key(bench) else { return };
     let reader = read(bench, &key);
-    let (writer, long) = (Bench::id(), Duration::from_secs(60));
+    let (writer, long) = (Bench::id(), Duration::from_secs(5));
     let intent = Intent::new(&key, &writer, Duration::from_secs(5), long);
     bench.backend.announce(&intent, bench.deadline()).unwrap();
     assert_eq!(try_read(bench, &key), None);
@@ -232,11 +232,13 @@ pub(crate) fn a_reader_yields_to_a_writer_that_has_waited_longer(bench: &Bench<'
     let newer = read(bench, &key);
     let _ = [&reader, &older, &newer].map(|grant| leave(bench, &key, grant));
     assert!(!bench.is_locked(&key));
-    // One that is over counts no more.
-    let intent = Intent::new(&key, &writer, Duration::from_secs(5), Duration::ZERO);
-    bench.backend.announce(&intent, bench.deadline()).unwrap();
-    let last = read(bench, &key);
-    let _ = leave(bench, &key, &last);
+    // One that is over counts no more, and one that claims too much not at all.
+    for lasts in [Duration::ZERO, Duration::from_secs(3600)] {
+        let intent = Intent::new(&key, &writer, Duration::from_secs(5), lasts);
+        bench.backend.announce(&intent, bench.deadline()).unwrap();
+        let last = read(bench, &key);
+        let _ = leave(bench, &key, &last);
+    }
 }
 
 pub(crate) fn bad_keys_ids_and_ttls_of_readers_are_refused(bench: &Bench<'_>) {

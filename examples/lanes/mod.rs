@@ -1,15 +1,98 @@
-//! What the demonstrations share: processes of this program, what they say, and a picture of what they do.
+//! What the demonstrations share: their `main`, a schema of their own, processes of this program, and a picture of
+//! what those do.
 
-#![allow(dead_code, reason = "no demonstration needs all of it")]
+#![allow(dead_code, unused_imports, reason = "no demonstration needs all of it")]
+
+mod children;
+mod screen;
 
 use std::env;
-use std::io::{self, BufRead as _, BufReader, IsTerminal as _, PipeWriter, Write as _};
-use std::process::{Child, Command, Stdio};
-use std::sync::mpsc::{self, Receiver};
-use std::thread;
+use std::error::Error;
+use std::fmt::Write as _;
+use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use postgres::{Client, NoTls};
+
 use crate::Result;
+
+pub(crate) use children::{Children, Orders, heard, say, stuck};
+pub(crate) use screen::{Screen, Tone};
+
+/// A program that shows something: `main` in one call.
+pub(crate) struct Demo {
+    /// The name of the example.
+    pub(crate) example: &'static str,
+    /// What runs it on a server of its own.
+    pub(crate) script: &'static str,
+    pub(crate) help: &'static str,
+}
+
+/// How a demonstration ended.
+pub(crate) enum Ending {
+    /// As it should, or not.
+    Shown(bool),
+    /// It was called wrongly: how.
+    Usage(String),
+}
+
+impl Demo {
+    /// Runs it with the arguments and the server's address, unless help is asked for or no server is named.
+    pub(crate) fn main(&self, run: impl FnOnce(&[&str], &str) -> Result<Ending>) -> ExitCode {
+        let args: Vec<String> = env::args().skip(1).collect();
+        let args: Vec<&str> = args.iter().map(String::as_str).collect();
+        if args.iter().any(|arg| matches!(*arg, "-h" | "--help")) {
+            println!("{}", self.help);
+            return ExitCode::SUCCESS;
+        }
+        let Some(url) = env::var("SYNCGUARD_URL").ok().filter(|url| !url.is_empty()) else {
+            eprintln!("SYNCGUARD_URL is not set, so there is no PostgreSQL to work on.\n");
+            eprintln!("    {:<37} starts a throwaway server and runs this program on it", self.script);
+            eprintln!("    SYNCGUARD_URL=postgresql://… cargo run --example {}", self.example);
+            eprintln!("    {:<37} uses a server that you have", "");
+            return ExitCode::from(2);
+        };
+        match run(&args, &url) {
+            Ok(Ending::Shown(true)) => ExitCode::SUCCESS,
+            Ok(Ending::Shown(false)) => ExitCode::FAILURE,
+            Ok(Ending::Usage(what)) => {
+                eprintln!("{}: {what}; see --help", self.example);
+                ExitCode::from(2)
+            }
+            Err(error) => {
+                eprintln!("{}: {error}{}", self.example, causes(&*error));
+                ExitCode::FAILURE
+            }
+        }
+    }
+}
+
+fn causes(error: &dyn Error) -> String {
+    let mut text = String::new();
+    let mut next = error.source();
+    while let Some(cause) = next {
+        let _ = write!(text, ": {cause}");
+        next = cause.source();
+    }
+    text
+}
+
+/// Runs something in a schema of its own, which is dropped at the end, whatever becomes of it.
+pub(crate) fn in_schema<T>(
+    example: &str,
+    url: &str,
+    show: impl FnOnce(&str, &mut Client) -> Result<T>,
+) -> Result<T> {
+    let schema = format!("syncguard_{example}_{}", std::process::id());
+    let mut database = Client::connect(url, NoTls)?;
+    // Ctrl-C ends the other processes, hence the show; this one stays to clean up.
+    signal_hook::flag::register(signal_hook::consts::SIGINT, Arc::default())?;
+    database.batch_execute(&format!("CREATE SCHEMA {schema}"))?;
+    let shown = show(&schema, &mut database);
+    database.batch_execute(&format!("DROP SCHEMA {schema} CASCADE"))?;
+    shown
+}
 
 /// What one process does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,7 +110,7 @@ pub(crate) enum Lane {
 
 /// One lane per process, drawn line by line as it goes, and as a whole at the end. Processes count from one.
 pub(crate) struct Lanes {
-    colours: bool,
+    screen: Screen,
     start: Instant,
     now: Vec<Lane>,
     /// Every change of a lane.
@@ -36,19 +119,19 @@ pub(crate) struct Lanes {
 
 impl Lanes {
     pub(crate) fn new(processes: usize) -> Self {
-        let plain = env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
         Self {
-            colours: io::stdout().is_terminal() && !plain,
+            screen: Screen::new(),
             start: Instant::now(),
             now: vec![Lane::Idle; processes],
             history: Vec::new(),
         }
     }
 
-    /// Prints the head of the lines, and lets the time begin.
-    pub(crate) fn begin(&mut self, legend: &str) {
+    /// Prints what the signs mean and the head of the lines, and lets the time begin.
+    pub(crate) fn begin(&mut self, legend: &[&str]) {
+        self.screen.entries(Tone::Dim, legend);
         let heads: Vec<_> = (1..=self.now.len()).map(|process| format!(" {process} ")).collect();
-        println!("{}\n\n    time  {}", self.paint("2", legend), heads.concat());
+        println!("\n    time  {}", heads.concat());
         self.start = Instant::now();
     }
 
@@ -63,21 +146,24 @@ impl Lanes {
         self.history.push((self.start.elapsed(), self.now.clone()));
     }
 
-    /// One line: the time, one column per process, what happened.
-    pub(crate) fn row(&self, what: &str) {
+    /// One line: the time, one column per process, what happened. More than one, if that is long.
+    pub(crate) fn row(&self, tone: Tone, what: &str) {
         let lanes: Vec<_> = self.now.iter().map(|lane| format!(" {} ", self.sign(*lane))).collect();
-        println!(" {:5.2} s  {}  {what}", self.start.elapsed().as_secs_f64(), lanes.concat());
+        let head = format!(" {:5.2} s  {}  ", self.start.elapsed().as_secs_f64(), lanes.concat());
+        self.screen.beside(&head, 12 + 3 * self.now.len(), tone, what);
     }
 
     /// The whole run as one line per process.
     pub(crate) fn picture(&self, process: &str) {
-        const WIDTH: u32 = 64;
+        let label = process.len() + 6;
+        let cells = self.screen.columns().saturating_sub(label).clamp(16, 100);
+        let width = u32::try_from(cells).unwrap_or(64);
         let whole = self.start.elapsed();
         println!("\nThe same as a picture, {:.1} s from left to right:\n", whole.as_secs_f64());
         for index in 0..self.now.len() {
-            let cells = (0..WIDTH).map(|cell| {
+            let cells = (0..width).map(|cell| {
                 // In the middle of the cell: what was the last change before it?
-                let at = whole * (2 * cell + 1) / (2 * WIDTH);
+                let at = whole * (2 * cell + 1) / (2 * width);
                 let passed = self.history.partition_point(|(time, _)| *time <= at);
                 let lanes = passed.checked_sub(1).and_then(|last| self.history.get(last));
                 lanes.and_then(|(_, lanes)| lanes.get(index)).copied().unwrap_or(Lane::Idle)
@@ -88,118 +174,24 @@ impl Lanes {
         println!();
     }
 
+    /// A paragraph.
+    pub(crate) fn say(&self, text: &str) {
+        self.screen.say(Tone::Plain, text);
+    }
+
+    /// A sentence of the verdict, with whether it is as it should be.
+    pub(crate) fn judge(&self, good: bool, text: &str) {
+        self.screen.say(if good { Tone::Good } else { Tone::Bad }, text);
+    }
+
     fn sign(&self, lane: Lane) -> String {
-        match lane {
-            Lane::Idle | Lane::Done => " ".into(),
-            Lane::Waits => self.paint("2", "·"),
-            Lane::Works => self.paint("32", "█"),
-            Lane::Dead => self.paint("31", "░"),
-            Lane::Gone => self.paint("31", "✗"),
-        }
+        let (tone, sign) = match lane {
+            Lane::Idle | Lane::Done => return " ".into(),
+            Lane::Waits => (Tone::Dim, "·"),
+            Lane::Works => (Tone::Green, "█"),
+            Lane::Dead => (Tone::Red, "░"),
+            Lane::Gone => (Tone::Red, "✗"),
+        };
+        self.screen.paint(tone, sign)
     }
-
-    pub(crate) fn good(&self, text: &str) -> String {
-        self.paint("1;32", text)
-    }
-
-    pub(crate) fn bad(&self, text: &str) -> String {
-        self.paint("1;31", text)
-    }
-
-    fn paint(&self, colour: &str, text: &str) -> String {
-        if self.colours { format!("\x1b[{colour}m{text}\x1b[0m") } else { text.into() }
-    }
-}
-
-/// Processes of this program, which count from one. None of them outlives the parent's work.
-pub(crate) struct Children {
-    all: Vec<Child>,
-    speak: Option<PipeWriter>,
-}
-
-impl Children {
-    /// None yet, and what they will say, line by line. They write to one pipe, so it is read in the order in
-    /// which they spoke: by a thread, so that the reader can also notice silence.
-    pub(crate) fn new() -> Result<(Self, Receiver<String>)> {
-        let (heard, speak) = io::pipe()?;
-        let (tell, said) = mpsc::channel();
-        thread::spawn(move || {
-            BufReader::new(heard).lines().map_while(io::Result::ok).try_for_each(|line| tell.send(line))
-        });
-        Ok((Self { all: Vec::new(), speak: Some(speak) }, said))
-    }
-
-    pub(crate) fn start<'a>(&mut self, args: impl IntoIterator<Item = &'a str>) -> Result<()> {
-        let speak = self.speak.as_ref().ok_or("all processes are there")?.try_clone()?;
-        let mut command = Command::new(env::current_exe()?);
-        self.all.push(command.args(args).stdin(Stdio::piped()).stdout(speak).spawn()?);
-        Ok(())
-    }
-
-    /// All are there: what they say ends with the last of them.
-    pub(crate) fn complete(&mut self) {
-        self.speak = None;
-    }
-
-    fn get(&mut self, process: usize) -> Result<&mut Child> {
-        self.all.get_mut(process - 1).ok_or_else(|| "an unknown process spoke".into())
-    }
-
-    pub(crate) fn order(&mut self, process: usize, order: &str) -> Result<()> {
-        let input = self.get(process)?.stdin.as_mut().ok_or("its input is a pipe")?;
-        Ok(input.write_all(format!("{order}\n").as_bytes())?)
-    }
-
-    /// SIGKILL.
-    pub(crate) fn kill(&mut self, process: usize) -> Result<()> {
-        let child = self.get(process)?;
-        child.kill()?;
-        child.wait()?;
-        Ok(())
-    }
-
-    /// Ends the input of all of them.
-    pub(crate) fn go_on(&mut self) {
-        for child in &mut self.all {
-            drop(child.stdin.take());
-        }
-    }
-
-    /// The same one after the other, each to its end.
-    pub(crate) fn end(&mut self) -> Result<()> {
-        for child in &mut self.all {
-            drop(child.stdin.take());
-            child.wait()?;
-        }
-        Ok(())
-    }
-}
-
-impl Drop for Children {
-    fn drop(&mut self) {
-        for child in &mut self.all {
-            let _ = child.kill();
-            let _ = child.wait();
-        }
-    }
-}
-
-/// What a process hears from its parent: the lines of its input, until that ends.
-pub(crate) fn orders() -> Receiver<String> {
-    let (tell, lines) = mpsc::channel();
-    thread::spawn(move || io::stdin().lines().map_while(io::Result::ok).try_for_each(|line| tell.send(line)));
-    lines
-}
-
-/// Says one line to the parent, as a whole: all processes write to one pipe.
-pub(crate) fn say(process: &str, line: &str) -> Result<()> {
-    let mut out = io::stdout().lock();
-    out.write_all(format!("{process} {line}\n").as_bytes())?;
-    Ok(out.flush()?)
-}
-
-/// A line of a process: which one, and what it said.
-pub(crate) fn heard(line: &str) -> Result<(usize, &str)> {
-    let (process, what) = line.split_once(' ').ok_or("a process spoke unclearly")?;
-    Ok((process.parse::<usize>()?.max(1), what))
 }

@@ -15,9 +15,7 @@
 mod lanes;
 mod show;
 
-use std::env;
 use std::error::Error;
-use std::fmt::Write as _;
 use std::io;
 use std::ops::RangeInclusive;
 use std::process::ExitCode;
@@ -26,6 +24,8 @@ use std::time::Duration;
 
 use postgres::{Client, NoTls};
 use syncguard::{Backoff, LockOptions, PgLockClient};
+
+use lanes::{Demo, Ending};
 
 type Result<T, E = Box<dyn Error + Send + Sync>> = std::result::Result<T, E>;
 
@@ -43,13 +43,6 @@ OPTIONS
 
 It works in a schema of its own and drops it at the end. scripts/demo starts a server for it.";
 
-const NO_URL: &str = "\
-SYNCGUARD_URL is not set, so there is no PostgreSQL to work on.
-
-    scripts/demo                          starts a throwaway server and runs this program on it
-    SYNCGUARD_URL=postgresql://… cargo run --example quickstart
-                                          uses a server that you have";
-
 const KEY: &str = "demo:account:1";
 /// How long a worker thinks between its read and its write.
 const THINK: Duration = Duration::from_millis(90);
@@ -62,6 +55,7 @@ const TOLERANCE: Duration = Duration::from_secs(1);
 #[derive(Clone, Debug)]
 struct Settings {
     url: String,
+    /// Empty in the parent, until that has created it.
     schema: String,
     with_lock: bool,
     workers: u32,
@@ -72,67 +66,44 @@ struct Settings {
 }
 
 fn main() -> ExitCode {
-    let settings = match Settings::read(env::args().skip(1)) {
-        Ok(Some(settings)) => settings,
-        Ok(None) => {
-            println!("{HELP}");
-            return ExitCode::SUCCESS;
+    let demo = Demo { example: "quickstart", script: "scripts/demo", help: HELP };
+    demo.main(|args, url| {
+        let settings = match Settings::read(args, url) {
+            Ok(settings) => settings,
+            Err(error) => return Ok(Ending::Usage(error.to_string())),
+        };
+        match settings.worker {
+            Some(number) => Worker::new(number, settings)?.run().map(|()| Ending::Shown(true)),
+            None => show::run(&settings).map(Ending::Shown),
         }
-        Err(error) => {
-            eprintln!("{error}");
-            return ExitCode::from(2);
-        }
-    };
-    let result = match settings.worker {
-        Some(number) => Worker::new(number, settings).and_then(|mut worker| worker.run()).map(|()| true),
-        None => show::run(&settings),
-    };
-    match result {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
-        Err(error) => {
-            eprintln!("quickstart: {error}{}", causes(&*error));
-            ExitCode::FAILURE
-        }
-    }
-}
-
-fn causes(error: &dyn Error) -> String {
-    let mut text = String::new();
-    let mut next = error.source();
-    while let Some(cause) = next {
-        let _ = write!(text, ": {cause}");
-        next = cause.source();
-    }
-    text
+    })
 }
 
 impl Settings {
-    fn read(mut args: impl Iterator<Item = String>) -> Result<Option<Self>> {
+    fn read(args: &[&str], url: &str) -> Result<Self> {
         let mut settings = Self {
-            url: String::new(),
-            schema: format!("syncguard_quickstart_{}", std::process::id()),
+            url: url.to_owned(),
+            schema: String::new(),
             with_lock: true,
             workers: 4,
             rounds: 5,
             ttl: Duration::from_secs(2),
             worker: None,
         };
+        let mut args = args.iter();
         while let Some(arg) = args.next() {
-            let mut value = || args.next().ok_or(format!("{arg} needs a value; see --help"));
-            match arg.as_str() {
-                "--help" | "-h" => return Ok(None),
+            let mut value = || args.next().copied().ok_or(format!("{arg} needs a value"));
+            match *arg {
                 "--without-lock" => settings.with_lock = false,
-                "--workers" => settings.workers = number(&arg, &value()?, 2..=8)?,
-                "--rounds" => settings.rounds = number(&arg, &value()?, 2..=50)?,
-                "--ttl" => settings.ttl = Duration::from_secs(number(&arg, &value()?, 1..=30)?.into()),
-                "--worker" => settings.worker = Some(number(&arg, &value()?, 1..=8)?),
-                "--schema" => settings.schema = value()?,
-                _ => return Err(format!("unknown option {arg}; see --help").into()),
+                "--workers" => settings.workers = number(arg, value()?, 2..=8)?,
+                "--rounds" => settings.rounds = number(arg, value()?, 2..=50)?,
+                "--ttl" => settings.ttl = Duration::from_secs(number(arg, value()?, 1..=30)?.into()),
+                "--worker" => settings.worker = Some(number(arg, value()?, 1..=8)?),
+                "--schema" => settings.schema = value()?.into(),
+                _ => return Err(format!("unknown option {arg}").into()),
             }
         }
-        settings.url = env::var("SYNCGUARD_URL").ok().filter(|url| !url.is_empty()).ok_or(NO_URL)?;
-        Ok(Some(settings))
+        Ok(settings)
     }
 
     fn table(&self) -> String {
@@ -203,10 +174,7 @@ impl Worker {
 
         let balance: i64 = self.database.query_one(&format!("SELECT balance FROM {table}"), &[])?.get(0);
         if self.number == VICTIM && round == LAST_ROUND_OF_VICTIM {
-            self.say("stuck")?;
-            // Here the parent kills this process. The limit is for a parent that is gone itself.
-            thread::sleep(Duration::from_secs(20));
-            return Err("nobody killed this worker".into());
+            return lanes::stuck(&self.number.to_string(), "stuck");
         }
         thread::sleep(THINK);
 

@@ -1,33 +1,27 @@
 //! The parent: starts the workers, kills one of them, and draws what they say.
 
-use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::sync::mpsc::RecvTimeoutError;
 use std::time::{Duration, Instant};
 
-use postgres::{Client, NoTls};
 use syncguard::{Fence, PgLockClient};
 
-use crate::lanes::{Children, Lane, Lanes, heard};
+use crate::lanes::{self, Children, Lane, Lanes, Tone, heard};
 use crate::{KEY, Result, Settings, TOLERANCE, VICTIM};
 
 /// Runs the demonstration. Whether it ended as it should.
 pub(crate) fn run(settings: &Settings) -> Result<bool> {
-    let mut database = Client::connect(&settings.url, NoTls)?;
-    let (schema, table) = (&settings.schema, settings.table());
-    // Ctrl-C ends the workers, hence the show; this process stays to clean up.
-    signal_hook::flag::register(signal_hook::consts::SIGINT, Arc::default())?;
-    database.batch_execute(&format!(
-        "CREATE SCHEMA {schema}; CREATE TABLE {table} (balance BIGINT NOT NULL); INSERT INTO {table} VALUES (0)"
-    ))?;
-    // The lock's own tables; a program in production gets them from a migration.
-    let shown = PgLockClient::builder()
-        .schema(schema)
-        .connect(&settings.url)
-        .map_err(Into::into)
-        .and_then(|_| Show::new(settings).run());
-    let balance = database.query_one(&format!("SELECT balance FROM {table}"), &[]).map(|row| row.get(0));
-    database.batch_execute(&format!("DROP SCHEMA {schema} CASCADE"))?;
-    Ok(shown?.verdict(balance?))
+    lanes::in_schema("quickstart", &settings.url, |schema, database| {
+        let settings = Settings { schema: schema.to_owned(), ..settings.clone() };
+        let table = settings.table();
+        database.batch_execute(&format!(
+            "CREATE TABLE {table} (balance BIGINT NOT NULL); INSERT INTO {table} VALUES (0)"
+        ))?;
+        // The lock's own tables; a program in production gets them from a migration.
+        drop(PgLockClient::builder().schema(schema).connect(&settings.url)?);
+        let (outcome, lanes) = Show::new(&settings).run()?;
+        let balance = database.query_one(&format!("SELECT balance FROM {table}"), &[])?.get(0);
+        Ok(outcome.verdict(&lanes, balance))
+    })
 }
 
 #[derive(Default, Debug)]
@@ -57,34 +51,32 @@ impl<'a> Show<'a> {
         }
     }
 
-    fn run(mut self) -> Result<Outcome> {
+    fn run(mut self) -> Result<(Outcome, Lanes)> {
         self.introduce();
-        let (mut children, said) = Children::new()?;
-        for number in 1..=self.settings.workers {
-            start_worker(&mut children, self.settings, number)?;
-        }
-        children.complete();
-        self.follow(&said, &mut children)?;
+        let workers = self.settings.workers as usize;
+        let mut children = Children::start(workers, |number| worker(self.settings, number))?;
+        self.follow(&mut children)?;
         self.lanes.picture("process");
-        Ok(self.outcome)
+        Ok((self.outcome, self.lanes))
     }
 
     fn introduce(&mut self) {
         let Settings { workers, rounds, ttl, with_lock, .. } = self.settings;
-        println!("{workers} processes, one balance. Each one, {rounds} times: read it, think,");
-        println!("write it plus one.");
+        let lanes = &mut self.lanes;
+        let what = "Each reads it, thinks, writes it plus one";
+        lanes.say(&format!("{workers} processes, one balance. {what}, {rounds} times."));
         if *with_lock {
-            println!("They take the lock {KEY:?} for that; a lease lasts {} s.", ttl.as_secs());
+            lanes.say(&format!("They take the lock {KEY:?} for that; a lease lasts {} s.", ttl.as_secs()));
         } else {
-            println!("They take NO lock (--without-lock).");
+            lanes.say("They take NO lock (--without-lock).");
         }
-        println!("Process {VICTIM} is killed (SIGKILL) in the middle of its work.");
-        self.lanes.begin("· waits   █ works   ✗ killed   ░ dead, its lease still counts");
+        lanes.say(&format!("Process {VICTIM} is killed (SIGKILL) in the middle of its work."));
+        lanes.begin(&["· waits", "█ works", "✗ killed", "░ dead, its lease still counts"]);
     }
 
-    fn follow(&mut self, said: &Receiver<String>, children: &mut Children) -> Result<()> {
+    fn follow(&mut self, children: &mut Children) -> Result<()> {
         loop {
-            match said.recv_timeout(Duration::from_millis(500)) {
+            match children.said.recv_timeout(Duration::from_millis(500)) {
                 Ok(line) => {
                     let (worker, line) = heard(&line)?;
                     self.hear(worker, line, children)?;
@@ -108,7 +100,7 @@ impl<'a> Show<'a> {
             ("stuck", _) => self.kill(worker, children)?,
             ("wrote", change) => {
                 self.outcome.wrote += 1;
-                self.lanes.row(&format!("process {worker} wrote {change}"));
+                self.lanes.row(Tone::Plain, &format!("process {worker} wrote {change}"));
             }
             ("done", _) => self.lanes.set(worker, Lane::Done),
             _ => println!("process {worker}: {line}"),
@@ -122,10 +114,10 @@ impl<'a> Show<'a> {
             let after = killed.elapsed();
             self.outcome.take_over = Some(after);
             self.lanes.set(VICTIM as usize, Lane::Gone);
-            let what = format!("TAKE-OVER {:.1} s after the kill", after.as_secs_f64());
-            self.lanes.row(&self.lanes.good(&what));
+            let what = format!("TAKEOVER {:.1} s after the kill", after.as_secs_f64());
+            self.lanes.row(Tone::Good, &what);
         }
-        self.lanes.row(&format!("process {worker} holds the lock, fence {fence}"));
+        self.lanes.row(Tone::Plain, &format!("process {worker} holds the lock, fence {fence}"));
         Ok(())
     }
 
@@ -139,7 +131,7 @@ impl<'a> Show<'a> {
             (Lane::Gone, format!("process {worker} KILLED in the middle of its work"))
         };
         self.lanes.set(worker, lane);
-        self.lanes.row(&self.lanes.bad(&what));
+        self.lanes.row(Tone::Bad, &what);
         Ok(())
     }
 
@@ -147,45 +139,50 @@ impl<'a> Show<'a> {
     fn progress(&self) {
         let (Some(killed), true) = (self.killed, self.lanes.all().contains(&Lane::Dead)) else { return };
         let left = (self.settings.ttl + TOLERANCE).saturating_sub(killed.elapsed());
-        self.lanes.row(&format!("the dead one's lease is not renewed: free in {:.1} s", left.as_secs_f64()));
+        self.lanes.row(
+            Tone::Plain,
+            &format!("the dead one's lease is not renewed: free in {:.1} s", left.as_secs_f64()),
+        );
     }
 }
 
 impl Outcome {
     /// Says how it ended. Whether it ended as it should.
-    fn verdict(&self, balance: i64) -> bool {
+    fn verdict(&self, lanes: &Lanes, balance: i64) -> bool {
         let missing = self.wrote - balance;
-        println!("Updates that were reported as done: {}. Balance: {balance}.", self.wrote);
+        lanes.say(&format!("Updates that were reported as done: {}. Balance: {balance}.", self.wrote));
         if !self.with_lock {
-            println!("LOST UPDATES: {missing}. Run it again with the lock.");
+            lanes.judge(false, &format!("LOST UPDATES: {missing}. Run it again with the lock."));
             return self.finished;
         }
         let rising = self.fences.is_sorted_by(|earlier, later| earlier < later);
         let (first, last) = (self.fences.first().unwrap_or(&0), self.fences.last().unwrap_or(&0));
-        println!(
-            "Fences: {} grants, from {first} to {last}, {}.",
-            self.fences.len(),
-            if rising { "each above the one before" } else { "OUT OF ORDER" }
-        );
+        let order = if rising { "each above the one before" } else { "OUT OF ORDER" };
+        let grants = self.fences.len();
+        lanes.judge(rising, &format!("Fences: {grants} grants, from {first} to {last}, {order}."));
         match self.take_over {
-            Some(after) => println!("Takeover: {:.1} s after the holder was killed.", after.as_secs_f64()),
-            None => println!("Takeover: NONE."),
+            Some(after) => {
+                let after = after.as_secs_f64();
+                lanes.judge(true, &format!("Takeover: {after:.1} s after the holder was killed."));
+            }
+            None => lanes.judge(false, "Takeover: NONE."),
         }
         match missing {
-            0 => println!("No update was lost."),
-            _ => println!("LOST UPDATES: {missing}. This must not happen: please report it."),
+            0 => lanes.judge(true, "No update was lost."),
+            _ => lanes
+                .judge(false, &format!("LOST UPDATES: {missing}. This must not happen: please report it.")),
         }
         missing == 0 && rising && self.take_over.is_some() && self.finished
     }
 }
 
-fn start_worker(children: &mut Children, settings: &Settings, number: u32) -> Result<()> {
-    let (number, rounds) = (number.to_string(), settings.rounds.to_string());
-    let ttl = settings.ttl.as_secs().to_string();
-    let mut args =
-        vec!["--worker", &number, "--schema", &settings.schema, "--rounds", &rounds, "--ttl", &ttl];
+/// The arguments of a worker.
+fn worker(settings: &Settings, number: usize) -> Vec<String> {
+    let (rounds, ttl) = (settings.rounds.to_string(), settings.ttl.as_secs().to_string());
+    let (number, schema) = (number.to_string(), settings.schema.as_str());
+    let mut args = vec!["--worker", &number, "--schema", schema, "--rounds", &rounds, "--ttl", &ttl];
     if !settings.with_lock {
         args.push("--without-lock");
     }
-    children.start(args)
+    args.into_iter().map(String::from).collect()
 }

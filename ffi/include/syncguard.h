@@ -12,26 +12,26 @@
  *     syncguard_client_free(client);
  *
  * RULES
- * - Text is UTF-8 and ends with a zero byte. Times are milliseconds. Structs are zero but for what you
- *   choose: syncguard_options options = {0}; options.ttl_ms = 10000;
- * - Every function accepts NULL where it takes a handle: what asks answers "no", what frees does
+ * - Text is UTF-8 and ends with a zero byte. Times are milliseconds. Structs are zero except for what you
+ *   set: syncguard_options options = {0}; options.ttl_ms = 10000;
+ * - Every function accepts NULL where it takes a handle: queries answer "no", _free functions do
  *   nothing, everything else answers SYNCGUARD_INVALID_ARGUMENT. Options may be NULL: the defaults.
- * - Functions on one handle may run on several threads at the same time. Only the functions whose
- *   name ends in _free must be the last use of a handle, and the only free of it: freeing twice, or
- *   using a freed handle, is undefined behaviour, as with free(). Set your variable to NULL after it.
+ * - Functions on one handle may run on several threads at the same time, except those whose name
+ *   ends in _free: such a call must be the last use of the handle. Freeing twice, or using a freed
+ *   handle, is undefined behaviour, as with free(). Set your variable to NULL afterwards.
  * - A guard keeps what it needs of its client: they may be freed in any order.
  * - A client that was closed answers SYNCGUARD_ABORTED, a guard that was released SYNCGUARD_NOT_HELD.
  * - A process that forks must create its clients after the fork. In the child the parent's handles
  *   answer SYNCGUARD_INVALID_ARGUMENT or "no", and freeing them there leaves the parent's locks alone.
  * - An out parameter is set to NULL, or 0, when the function does not answer SYNCGUARD_OK.
- * - Callbacks may call every function, but for one thing: syncguard_client_close and what ends a guard wait
- *   for a callback that runs on another thread, so do not call them there while you hold a mutex that it
- *   waits for. A callback returns: a C++ exception that leaves it ends the program, and longjmp and
- *   pthread_exit out of it are undefined.
+ * - Callbacks may call every function, with one restriction: syncguard_client_close and the functions that end a
+ *   guard wait for a callback that runs on another thread, so do not call them while you hold a mutex that the
+ *   callback waits for. A callback must return: a C++ exception that leaves it ends the program, and longjmp and
+ *   pthread_exit out of it are undefined behaviour.
  * - None of this is for signal handlers. To end waits at SIGTERM, block it in every thread and let one of them
  *   sigwait() for it and call syncguard_token_cancel (ffi/examples/jobs.c).
- * - A failure inside the library never crosses into C: it answers SYNCGUARD_PANIC. Only if no memory is
- *   left the program ends, by abort().
+ * - A failure inside the library never crosses into C: the function answers SYNCGUARD_PANIC. Only if no
+ *   memory is left does the program end, by abort().
  * - Once loaded the library stays: dlclose() does not unload it, because its threads end a little after the
  *   last handle.
  */
@@ -60,7 +60,7 @@ extern "C" {
 #define SYNCGUARD_FAILED 5        /* the job ran and did not return 0 */
 
 /* Failures: one for each error code of the library. */
-#define SYNCGUARD_SERVICE_UNAVAILABLE (-1)  /* the server is away, or rolled a conflict back */
+#define SYNCGUARD_SERVICE_UNAVAILABLE (-1)  /* the server is away, or rolled back because of a conflict */
 #define SYNCGUARD_AUTH_FAILED (-2)          /* wrong credentials, or a missing right */
 #define SYNCGUARD_INVALID_ARGUMENT (-3)     /* the same call will fail again */
 #define SYNCGUARD_RATE_LIMITED (-4)         /* no connection was free */
@@ -70,7 +70,7 @@ extern "C" {
 #define SYNCGUARD_INTERNAL (-8)             /* anything else */
 #define SYNCGUARD_PANIC (-100)              /* a bug in the library: please report it */
 
-/* For timeout_ms: wait until the lock is there. */
+/* For timeout_ms: wait without a limit. */
 #define SYNCGUARD_FOREVER UINT64_MAX
 
 typedef struct syncguard_client syncguard_client;
@@ -81,7 +81,7 @@ typedef struct syncguard_run syncguard_run;
 
 /* ---- Clients ------------------------------------------------------------------------------------ */
 
-/* What can be chosen for a client. 0 and NULL: the default. */
+/* The options of a client. 0 and NULL: the default. */
 typedef struct syncguard_client_options {
     const char *schema;              /* where the tables are; default: where the search path finds them */
     const char *table_name;          /* of leases; default: syncguard_locks */
@@ -90,12 +90,14 @@ typedef struct syncguard_client_options {
     uint64_t operation_timeout_ms;   /* how long a call to the server takes at most; default: 5 s */
     uint32_t max_connections;        /* default: 10 */
     uint32_t existing_tables_only;   /* 1: do not create the tables; for roles that may not */
-    uint64_t reserved[4];            /* zero */
+    const char *members_table_name;  /* of readers; default: syncguard_members, or the lock table's name and _members */
+    const char *owner;               /* who this program is, shown to others that ask who has a key; at most 1 KiB */
+    uint64_t reserved[2];            /* zero */
 } syncguard_client_options;
 
 /*
  * Connects, and creates the two tables if they are missing. `schema` says where they are; NULL: where the
- * search path finds them. TLS and all else is in the url, as docs/connecting.md says. Takes at most 6 times
+ * search path finds them. TLS and everything else is in the url, as docs/connecting.md says. Takes at most 6 times
  * operation_timeout_ms.
  */
 int32_t syncguard_client_connect(const char *url, const char *schema, syncguard_client **out);
@@ -104,8 +106,8 @@ int32_t syncguard_client_connect(const char *url, const char *schema, syncguard_
 int32_t syncguard_client_connect_with(const char *url, const syncguard_client_options *options, syncguard_client **out);
 
 /*
- * Ends the client: no new locks, waits end with SYNCGUARD_ABORTED, holders are told, leases are let go. Takes at
- * most deadline_ms. SYNCGUARD_OK: nothing is left. SYNCGUARD_NETWORK_TIMEOUT: what is left ends with its ttl.
+ * Ends the client: no new locks, waits end with SYNCGUARD_ABORTED, holders are told, leases are released. Takes at
+ * most deadline_ms. SYNCGUARD_OK: nothing is left. SYNCGUARD_NETWORK_TIMEOUT: remaining leases end with their ttl.
  * The handle still has to be freed.
  */
 int32_t syncguard_client_close(const syncguard_client *client, uint64_t deadline_ms);
@@ -122,7 +124,7 @@ int32_t syncguard_token_child(const syncguard_token *token, syncguard_token **ou
 
 /*
  * Ends every wait of a call that got this token, with SYNCGUARD_ABORTED, now and later: well within half a
- * second, also while the server does not answer. No lock that is held is let go. Cannot be undone.
+ * second, even while the server does not answer. Held locks are not released. Cannot be undone.
  */
 int32_t syncguard_token_cancel(const syncguard_token *token);
 
@@ -133,14 +135,17 @@ void syncguard_token_free(syncguard_token *token);
 
 /* ---- Locks ---------------------------------------------------------------------------------------- */
 
-/* What can be chosen for a lock. 0 and NULL: the default. */
+/* The options of a lock. 0 and NULL: the default. */
 typedef struct syncguard_options {
     uint64_t ttl_ms;               /* how long the key stays taken if this process dies; default: 30 s */
     uint64_t timeout_ms;           /* how long to wait; default: 5 s; or SYNCGUARD_FOREVER */
     uint64_t min_hold_ms;          /* the key stays taken this long from its grant, released or not; default: 0 */
     uint64_t max_hold_ms;          /* the lock counts as lost this long after its grant; default: never */
     const syncguard_token *token;  /* ends the wait */
-    uint64_t reserved[3];          /* zero */
+    const char *note;              /* what it is held for, shown to others that ask who has the key; at most 1 KiB */
+    uint32_t fair;                 /* 1: waiters that ask for it are served in order; for one key, and for elections */
+    int32_t priority;              /* with fair: greater numbers first, among equals the longest wait */
+    uint64_t reserved[1];          /* zero */
 } syncguard_options;
 
 /*
@@ -155,15 +160,25 @@ int32_t syncguard_try_lock(const syncguard_client *client, const char *key, uint
 int32_t syncguard_try_lock_with(const syncguard_client *client, const char *key, const syncguard_options *options, syncguard_guard **out);
 
 /*
- * Takes 1 to 64 keys together, all or none, under one guard, and holds nothing while it waits: no order of asking
+ * Shares the key with other readers, and with no writer: a writer takes the plain key, with one of the functions above.
+ * A reader yields to a writer that has waited longer. Readers that have the key at the same time have one fence.
+ * Needs the optional table of members, which the first call creates unless existing_tables_only.
+ */
+int32_t syncguard_read_lock(const syncguard_client *client, const char *key, const syncguard_options *options, syncguard_guard **out);
+
+/* Tries once. SYNCGUARD_LOCKED: a writer holds the key, or waits for it. */
+int32_t syncguard_try_read_lock(const syncguard_client *client, const char *key, const syncguard_options *options, syncguard_guard **out);
+
+/*
+ * Takes 1 to 64 keys together, all or none, under one guard, and holds nothing while it waits: no order of the keys
  * can deadlock. They are renewed, lost and released together.
  */
 int32_t syncguard_lock_all(const syncguard_client *client, const char *const *keys, size_t count, const syncguard_options *options, syncguard_guard **out);
 int32_t syncguard_try_lock_all(const syncguard_client *client, const char *const *keys, size_t count, const syncguard_options *options, syncguard_guard **out);
 
 /*
- * Takes one of `limit` (1 to 1024) permits of a semaphore with this name: at most so many are held at a time, on all
- * machines together. Every program should name the same limit.
+ * Takes one of `limit` (1 to 1024) permits of a semaphore with this name: at most that many are held at a time, on
+ * all machines together. Every program should name the same limit.
  */
 int32_t syncguard_acquire_permit(const syncguard_client *client, const char *name, uint32_t limit, const syncguard_options *options, syncguard_guard **out);
 int32_t syncguard_try_acquire_permit(const syncguard_client *client, const char *name, uint32_t limit, const syncguard_options *options, syncguard_guard **out);
@@ -185,6 +200,9 @@ uint64_t syncguard_guard_fence_of(const syncguard_guard *guard, const char *key)
 /* Which of its semaphore's permits this is, from 1; 0 if it is a lock. */
 uint32_t syncguard_guard_permit(const syncguard_guard *guard);
 
+/* 1 if it is a reader's, else 0. */
+int32_t syncguard_guard_is_shared(const syncguard_guard *guard);
+
 /* 1 while the lease can be trusted, else 0. No network, no waiting. */
 int32_t syncguard_guard_is_held(const syncguard_guard *guard);
 
@@ -197,12 +215,12 @@ uint64_t syncguard_guard_remaining_ms(const syncguard_guard *guard);
  */
 int32_t syncguard_guard_wait_lost(const syncguard_guard *guard, uint64_t timeout_ms);
 
-/* Is told why; the text is valid during the call. */
+/* Gets the reason; the text is valid during the call. */
 typedef void (*syncguard_on_lost)(const char *reason, void *user);
 
 /*
  * Calls back once if the lease is lost while the guard lives, on a thread of the library: be short, renewals wait for
- * it. Replaces the callback that was set before; NULL removes it. If the lease is lost already, it is called now, on
+ * it. Replaces an earlier callback; NULL removes it. If the lease is already lost, the callback is called now, on
  * this thread, and the answer is SYNCGUARD_NOT_HELD; if the guard was released, it is not called, with the same answer.
  *
  * After syncguard_guard_release, _release_now or _free has returned, the callback does not run and is not called any
@@ -210,25 +228,25 @@ typedef void (*syncguard_on_lost)(const char *reason, void *user);
  */
 int32_t syncguard_guard_on_lost(const syncguard_guard *guard, syncguard_on_lost callback, void *user);
 
-/* The lease ends ttl_ms from now; later renewals take the same. SYNCGUARD_NOT_HELD: it was lost. */
+/* Makes the lease end ttl_ms from now; later renewals use the same ttl. SYNCGUARD_NOT_HELD: it was lost. */
 int32_t syncguard_guard_extend(const syncguard_guard *guard, uint64_t ttl_ms);
 
 /*
  * For writes with libpq to the database that the locks are in: the statement that fails unless the lease is live and
  * its fence the newest. Run it first in the outermost transaction (BEGIN, this, your statements, COMMIT). While that
  * is open nobody else is granted the key, so keep it short. If it fails (SQLSTATE 22P02) the lease is over: roll
- * back and stop. If you do not look, COMMIT rolls back all the same, and PQcmdStatus says ROLLBACK.
+ * back and stop. If you ignore the failure, COMMIT rolls back all the same, and PQcmdStatus says ROLLBACK.
  *
  * It has no parameters. It contains the key and the lock id: do not log it. Free it with syncguard_text_free.
- * SYNCGUARD_NOT_HELD: the guard was released. Takes no network where the tables are known, as they are after a
- * grant; else at most operation_timeout_ms.
+ * SYNCGUARD_NOT_HELD: the guard was released. Needs no network where the tables are known, as they are after a
+ * grant; else takes at most operation_timeout_ms.
  */
 int32_t syncguard_guard_fence_sql(const syncguard_guard *guard, char **out);
 
 /*
- * Lets the lock go. SYNCGUARD_NOT_HELD: it was lost, or released before. After a failure the
- * library goes on trying until the lease is over. The handle still has to be freed.
- * While another thread is in syncguard_guard_extend or _fence_sql, that call lets the lock go at its end.
+ * Releases the lock. SYNCGUARD_NOT_HELD: it was lost, or released before. After a failure the
+ * library keeps trying until the lease is over. The handle still has to be freed.
+ * While another thread is in syncguard_guard_extend or _fence_sql, that call releases the lock at its end.
  */
 int32_t syncguard_guard_release(const syncguard_guard *guard);
 
@@ -245,18 +263,25 @@ typedef int32_t (*syncguard_lead)(const syncguard_term *term, void *user);
 
 /*
  * Campaigns for the key, calls `lead` on this thread for each term that is won, and campaigns again, until `lead`
- * does not return 0: then it answers SYNCGUARD_OK. A server that is away is waited for; the token of the options ends
+ * returns something other than 0: then it answers SYNCGUARD_OK. A server that is away is waited for; the token of the options ends
  * the campaign (SYNCGUARD_ABORTED), but not a term that has begun. timeout_ms is not used.
  *
- * A term is valid until `lead` returns, on every thread: threads that work for the leader are joined before.
+ * A term is valid until `lead` returns, on every thread: join threads that work for the leader before that.
  */
 int32_t syncguard_elect(const syncguard_client *client, const char *key, const syncguard_options *options, syncguard_lead lead, void *user);
 
 /*
  * Who leads, by the server's clock (Unix milliseconds): the number of the term, since when, until when if it is not
- * renewed. SYNCGUARD_NOT_HELD: nobody. What is NULL is not told.
+ * renewed. SYNCGUARD_NOT_HELD: nobody. Out parameters may be NULL.
  */
 int32_t syncguard_leader(const syncguard_client *client, const char *key, uint64_t *term, int64_t *since_ms, int64_t *expires_at_ms);
+
+/*
+ * Who holds a key, as a lock or as a leader: the fence, the end unless it is renewed, and the holder's owner and
+ * note, NULL if it gave none. Free both with syncguard_text_free; they are text from somebody else. SYNCGUARD_NOT_HELD:
+ * nobody. Out parameters may be NULL. For display.
+ */
+int32_t syncguard_holder(const syncguard_client *client, const char *key, uint64_t *fence, int64_t *expires_at_ms, char **owner, char **note);
 
 /* The number of the term, which is its fence: greater than that of every earlier term of the key. */
 uint64_t syncguard_term_number(const syncguard_term *term);
@@ -276,14 +301,14 @@ typedef int32_t (*syncguard_job)(const syncguard_run *run, void *user);
 #define SYNCGUARD_EVERY 1
 /* … or `value` is a number of your own calendar, which grows, such as 20261128. */
 #define SYNCGUARD_NUMBER 2
-/* Add it, and the slot is marked before the job runs: at most once, and not again after a crash or a failure. */
+/* Add this to mark the slot before the job runs: at most once, and not again after a crash or a failure. */
 #define SYNCGUARD_CLAIM_AT_START 16
 
 /*
  * Runs the job on this thread, unless its slot is done or somebody else runs it, and marks the slot as done.
  * SYNCGUARD_OK: it ran and is marked. SYNCGUARD_FAILED: it did not return 0. SYNCGUARD_ALREADY_DONE,
  * SYNCGUARD_RUNNING: it did not run. A failure whose text begins with "the job ran" means that the slot could not be
- * marked, and may run again; before all other failures the job has not run. Does not wait for another's run.
+ * marked, and may run again; with all other failures the job has not run. Does not wait for another run.
  */
 int32_t syncguard_run_once(const syncguard_client *client, const char *name, int32_t slot, uint64_t value, const syncguard_options *options, syncguard_job job, void *user);
 
@@ -306,14 +331,14 @@ int32_t syncguard_run_wait_lost(const syncguard_run *run, uint64_t timeout_ms);
 /*
  * Exactly once, for what the job writes with libpq to the database that the locks are in: two statements that mark the
  * slot, and fail unless the run's lease is live and its fence the newest. Run them first in the outermost
- * transaction, and commit that before the job returns: the slot is then marked by it and nothing else. One transaction
+ * transaction, and commit that before the job returns: only that transaction then marks the slot. One transaction
  * per run. For the rest see syncguard_guard_fence_sql. Not with SYNCGUARD_CLAIM_AT_START.
  */
 int32_t syncguard_run_completion_sql(const syncguard_run *run, char **out);
 
 /* ---- Texts ----------------------------------------------------------------------------------------- */
 
-/* Frees a text of one of the functions whose name ends in _sql. */
+/* Frees a text of syncguard_holder, or of one of the functions whose name ends in _sql. NULL does nothing. */
 void syncguard_text_free(char *text);
 
 /*
@@ -326,8 +351,8 @@ const char *syncguard_last_error(void);
 const char *syncguard_last_error_sqlstate(void);
 
 /*
- * Of the same failure: 0 if it certainly changed nothing. Else its outcome is unknown, and the key may stay held for so
- * long; SYNCGUARD_FOREVER: until the lease's own end. The library goes on releasing it meanwhile.
+ * Of the same failure: 0 if it certainly changed nothing. Else its outcome is unknown, and the key may stay held for
+ * this long; SYNCGUARD_FOREVER: until the lease's own end. The library keeps trying to release it meanwhile.
  */
 uint64_t syncguard_last_error_may_be_held_ms(void);
 

@@ -11,7 +11,7 @@ the library where the loader does not find it.
 Times are seconds, or datetime.timedelta. None is the default. math.inf as a timeout waits without end.
 
 Ctrl-C, and every other signal whose handler raises, ends a wait of the main thread: the call is cancelled, what it may
-have been granted is released, and then the exception goes on. Calls that do not wait for a lock are not cancelled: they
+have been granted is released, and then the exception is raised. Calls that do not wait for a lock are not cancelled: they
 take at most ``operation_timeout``.
 
 Clients, guards and tokens may be used on several threads. A process that forks makes its clients after the fork.
@@ -24,6 +24,7 @@ import ctypes
 import logging
 import math
 import os
+import queue
 import threading
 import time
 import weakref
@@ -32,7 +33,7 @@ from datetime import timedelta
 from typing import Any, Callable, Generic, Iterable, NamedTuple, Optional, TypeVar, Union
 
 __all__ = [
-    "Aborted", "AcquisitionTimeout", "AuthFailed", "Client", "Error", "Guard", "Internal", "InvalidArgument", "Leader",
+    "Aborted", "AcquisitionTimeout", "AuthFailed", "Client", "Error", "Guard", "Holder", "Internal", "InvalidArgument", "Leader",
     "Lost", "NetworkTimeout", "RateLimited", "Run", "RunOnce", "Semaphore", "ServiceUnavailable", "Term", "Token",
     "library_version",
 ]
@@ -61,7 +62,7 @@ class Error(Exception):
         #: The SQLSTATE that the server answered with, if it answered.
         self.sqlstate = sqlstate
         #: None if nothing was changed. Else the outcome is unknown, and the key may stay held for so many seconds
-        #: (math.inf: until the lease's own end); the library goes on releasing it meanwhile.
+        #: (math.inf: until the lease's own end); the library keeps trying to release it meanwhile.
         self.may_be_held = may_be_held
 
 
@@ -108,7 +109,7 @@ class Aborted(Error):
 
 
 class Internal(Error):
-    """Anything else: a bug, or something that must not be passed."""
+    """Anything else: a bug, or a limit that must not be passed."""
 
 
 class Lost(Error):
@@ -129,7 +130,8 @@ _ERRORS = {
 class _Options(ctypes.Structure):
     _fields_ = [
         ("ttl_ms", c_uint64), ("timeout_ms", c_uint64), ("min_hold_ms", c_uint64), ("max_hold_ms", c_uint64),
-        ("token", c_void_p), ("reserved", c_uint64 * 3),
+        ("token", c_void_p), ("note", c_char_p), ("fair", c_uint32), ("priority", c_int32),
+        ("reserved", c_uint64 * 1),
     ]
 
 
@@ -137,7 +139,8 @@ class _ClientOptions(ctypes.Structure):
     _fields_ = [
         ("schema", c_char_p), ("table_name", c_char_p), ("fence_table_name", c_char_p),
         ("connection_timeout_ms", c_uint64), ("operation_timeout_ms", c_uint64), ("max_connections", c_uint32),
-        ("existing_tables_only", c_uint32), ("reserved", c_uint64 * 4),
+        ("existing_tables_only", c_uint32), ("members_table_name", c_char_p), ("owner", c_char_p),
+        ("reserved", c_uint64 * 2),
     ]
 
 
@@ -155,12 +158,15 @@ _CHECK = {
     "token_is_cancelled": [c_void_p],
     "lock_with": [c_void_p, c_char_p, _OPTIONS, _OUT],
     "try_lock_with": [c_void_p, c_char_p, _OPTIONS, _OUT],
+    "read_lock": [c_void_p, c_char_p, _OPTIONS, _OUT],
+    "try_read_lock": [c_void_p, c_char_p, _OPTIONS, _OUT],
     "lock_all": [c_void_p, POINTER(c_char_p), c_size_t, _OPTIONS, _OUT],
     "try_lock_all": [c_void_p, POINTER(c_char_p), c_size_t, _OPTIONS, _OUT],
     "acquire_permit": [c_void_p, c_char_p, c_uint32, _OPTIONS, _OUT],
     "try_acquire_permit": [c_void_p, c_char_p, c_uint32, _OPTIONS, _OUT],
     "permits_in_use": [c_void_p, c_char_p, POINTER(c_uint32)],
     "guard_is_held": [c_void_p],
+    "guard_is_shared": [c_void_p],
     "guard_wait_lost": [c_void_p, c_uint64],
     "guard_on_lost": [c_void_p, _OnLost, c_void_p],
     "guard_extend": [c_void_p, c_uint64],
@@ -169,6 +175,7 @@ _CHECK = {
     "guard_release_now": [c_void_p],
     "elect": [c_void_p, c_char_p, _OPTIONS, _Callback, c_void_p],
     "leader": [c_void_p, c_char_p, POINTER(c_uint64), POINTER(c_int64), POINTER(c_int64)],
+    "holder": [c_void_p, c_char_p, POINTER(c_uint64), POINTER(c_int64), _OUT, _OUT],
     "term_is_held": [c_void_p],
     "term_wait_lost": [c_void_p, c_uint64],
     "term_fence_sql": [c_void_p, _OUT],
@@ -274,23 +281,25 @@ class _Waiting(Generic[T]):
 
     def __init__(self, call: Callable[["_Waiting[T]"], T], cancel: Optional[Callable[[], None]]) -> None:
         self._call, self._cancel = call, cancel
+        # Only what is one call of C is safe from a signal's exception half way: a Condition would stay locked.
         self._mutex = threading.Lock()
-        self._changed = threading.Condition(self._mutex)
+        self._events: "queue.SimpleQueue[Optional[Callable[[], None]]]" = queue.SimpleQueue()
+        self._answered: Any = None  # Locked until the question is answered.
         self._begun = self._refused = self._done = False
-        self._question: Optional[Callable[[], None]] = None
         self._result: Optional[T] = None
         self._error: Optional[BaseException] = None
 
     def ask(self, question: Callable[[], None]) -> bool:
         """Has this run on the main thread. False if that does not listen any more."""
-        with self._changed:
+        answered = threading.Lock()
+        answered.acquire()
+        with self._mutex:
             if self._refused:
                 return False
-            self._question = question
-            self._changed.notify_all()
-            while self._question is not None:
-                self._changed.wait()
-            return not self._refused
+            self._answered = answered
+        self._events.put(question)
+        answered.acquire()
+        return not self._refused
 
     def _run(self) -> None:
         with self._mutex:
@@ -301,9 +310,8 @@ class _Waiting(Generic[T]):
             self._result = self._call(self)
         except BaseException as error:
             self._error = error
-        with self._changed:
-            self._done = True
-            self._changed.notify_all()
+        self._done = True
+        self._events.put(None)
 
     def wait(self) -> T:
         try:
@@ -320,33 +328,32 @@ class _Waiting(Generic[T]):
 
     def _serve(self) -> None:
         while True:
-            with self._changed:
-                while self._question is None and not self._done:
-                    self._changed.wait()
-                question = self._question
+            question = self._events.get()
             if question is None:
                 return
             try:
                 question()
             finally:
-                with self._changed:
-                    self._question = None
-                    self._changed.notify_all()
+                self._answer()
+
+    def _answer(self) -> None:
+        """Lets whoever asked go on; twice does no harm."""
+        answered = self._answered
+        if answered is not None and answered.locked():
+            answered.release()
 
     def _give_up(self) -> None:
         """Ends the call, whatever else arrives meanwhile, and lets go of what it was granted."""
         while True:
             try:
-                with self._changed:
+                with self._mutex:
                     self._refused = True
-                    self._question = None
-                    self._changed.notify_all()
+                self._answer()
                 if self._cancel is None:
                     return  # It ends by itself, and its result with it.
                 self._cancel()
-                with self._changed:
-                    while self._begun and not self._done:
-                        self._changed.wait()
+                while self._begun and not self._done:
+                    self._events.get()
                 if isinstance(self._result, Guard):
                     self._result._end()
                 return
@@ -374,27 +381,26 @@ class _Uses:
 
     def __init__(self, pointer: int) -> None:
         self._pointer: Optional[int] = pointer
-        self._uses = 0
-        self._changed = threading.Condition()
+        self._users: set = set()
+        self._mutex = threading.Lock()
 
     def use(self, call: Callable[[int], T], otherwise: T) -> T:
-        with self._changed:
-            if self._pointer is None:
-                return otherwise
-            pointer = self._pointer
-            self._uses += 1
+        me = object()
         try:
+            with self._mutex:
+                if self._pointer is None:
+                    return otherwise
+                pointer = self._pointer
+                self._users.add(me)
             return call(pointer)
         finally:
-            with self._changed:
-                self._uses -= 1
-                self._changed.notify_all()
+            self._users.discard(me)  # One call of C: no signal comes in between.
 
     def end(self) -> None:
-        with self._changed:
+        with self._mutex:
             self._pointer = None
-            while self._uses:
-                self._changed.wait()
+        while self._users:
+            time.sleep(0.001)
 
 
 def _wait_lost(wait: Callable[[int], int], timeout: Optional[Seconds]) -> bool:
@@ -432,7 +438,7 @@ class Token:
 
 
 class Guard:
-    """A held lock, several of them, or a permit: renewed until it is released.
+    """A held lock, shared or not, several of them, or a permit: renewed until it is released.
 
     A ``with`` block releases it at its end, and raises Lost there if the lease had been lost by then. A guard that
     nobody refers to any more is released, too.
@@ -458,6 +464,11 @@ class Guard:
     def permit(self) -> Optional[int]:
         """Which of its semaphore's permits this is, from 1; None if it is a lock."""
         return _lib.guard_permit(self._pointer) or None
+
+    @property
+    def shared(self) -> bool:
+        """Whether it is a reader's."""
+        return bool(_lib.guard_is_shared(self._pointer))
 
     @property
     def held(self) -> bool:
@@ -510,9 +521,9 @@ class Guard:
         return _give(_lib.guard_fence_sql(self._pointer, byref(out)), out)
 
     def release(self) -> bool:
-        """Lets the lock go. False if it was lost, or released before.
+        """Releases the lock. False if it was lost, or released before.
 
-        After an error the library goes on trying until the lease is over.
+        After an error the library keeps trying until the lease is over.
         """
         self._over = True
         return _checked(_lib.guard_release(self._pointer)) == _OK
@@ -527,7 +538,7 @@ class Guard:
         try:
             return self.release()
         except Error as error:
-            _log.warning("a lock could not be released, which the library goes on trying: %s", error)
+            _log.warning("a lock could not be released, and the library keeps trying: %s", error)
             return True
 
     def __enter__(self) -> "Guard":
@@ -652,6 +663,15 @@ class Leader(NamedTuple):
     expires_at_ms: int
 
 
+class Holder(NamedTuple):
+    """Who holds a key, by the server's clock. ``owner`` and ``note`` are the holder's words; None if it gave none."""
+
+    fence: int
+    expires_at_ms: int
+    owner: Optional[str]
+    note: Optional[str]
+
+
 class RunOnce(NamedTuple):
     """What became of a job: ``outcome`` is "done", "already_done" or "running" (elsewhere); ``value`` what it returned."""
 
@@ -668,7 +688,10 @@ class RunOnce(NamedTuple):
 
 
 class Client:
-    """One per program, for all its threads. Creates the two tables if they are missing."""
+    """One per program, for all its threads. Creates the two tables if they are missing.
+
+    ``owner``: who this program is, shown to others that ask who has a key; at most 1 KiB.
+    """
 
     def __init__(
         self,
@@ -677,10 +700,12 @@ class Client:
         schema: Optional[str] = None,
         table_name: Optional[str] = None,
         fence_table_name: Optional[str] = None,
+        members_table_name: Optional[str] = None,
         connection_timeout: Optional[Seconds] = None,
         operation_timeout: Optional[Seconds] = None,
         max_connections: Optional[int] = None,
         existing_tables_only: bool = False,
+        owner: Optional[str] = None,
     ) -> None:
         if max_connections is not None and not 1 <= max_connections <= 2**32 - 1:
             raise InvalidArgument("max_connections is below 1: a client needs at least one")
@@ -688,10 +713,12 @@ class Client:
             schema=None if schema is None else _text(schema, "schema"),
             table_name=None if table_name is None else _text(table_name, "table_name"),
             fence_table_name=None if fence_table_name is None else _text(fence_table_name, "fence_table_name"),
+            members_table_name=None if members_table_name is None else _text(members_table_name, "members_table_name"),
             connection_timeout_ms=_ms(connection_timeout, "connection_timeout"),
             operation_timeout_ms=_ms(operation_timeout, "operation_timeout"),
             max_connections=max_connections or 0,
             existing_tables_only=int(existing_tables_only),
+            owner=None if owner is None else _text(owner, "owner"),
         )
         url_text = _text(url, "url")
 
@@ -714,14 +741,20 @@ class Client:
         min_hold: Optional[Seconds] = None,
         max_hold: Optional[Seconds] = None,
         token: Optional[Token] = None,
+        note: Optional[str] = None,
+        fair: bool = False,
+        priority: int = 0,
     ) -> Guard:
         """Waits for the lock, ``timeout`` (5 s by default; math.inf: without end).
 
         ``ttl``: how long the key stays taken if this process dies, 30 s by default; it is renewed while the guard
-        lives. ``min_hold``: the key stays taken so long from its grant, released or not. ``max_hold``: the lock counts
-        as lost so long after its grant. ``token``: ends the wait.
+        lives. ``min_hold``: the key stays taken this long from its grant, released or not. ``max_hold``: the lock counts
+        as lost this long after its grant. ``token``: ends the wait. ``note``: what it is held for, shown to others that
+        ask who has the key; at most 1 KiB. ``fair``: those who ask for it are served in order, the greater
+        ``priority`` first.
         """
-        options = {"ttl": ttl, "timeout": timeout, "min_hold": min_hold, "max_hold": max_hold, "token": token}
+        options = {"ttl": ttl, "timeout": timeout, "min_hold": min_hold, "max_hold": max_hold, "token": token, "note": note}
+        options.update(fair=fair, priority=priority)
         guard = self._take(_lib.lock_with, (_text(key, "key"),), options)
         assert guard is not None
         return guard
@@ -730,8 +763,22 @@ class Client:
         """Tries once; None if somebody else holds the key. The options are those of ``lock``."""
         return self._take(_lib.try_lock_with, (_text(key, "key"),), options)
 
+    def read_lock(self, key: str, **options: Any) -> Guard:
+        """Shares the key with other readers; whoever takes the plain key is a writer, and has it beside none of them.
+
+        The options are those of ``lock``. A reader yields to a writer that has waited for longer. Readers that have the
+        key at one time have one fence.
+        """
+        guard = self._take(_lib.read_lock, (_text(key, "key"),), options)
+        assert guard is not None
+        return guard
+
+    def try_read_lock(self, key: str, **options: Any) -> Optional[Guard]:
+        """Tries once; None if a writer holds the key, or waits for it."""
+        return self._take(_lib.try_read_lock, (_text(key, "key"),), options)
+
     def lock_all(self, keys: Iterable[str], **options: Any) -> Guard:
-        """Takes 1 to 64 keys together, all or none, under one guard. No order of asking can deadlock."""
+        """Takes 1 to 64 keys together, all or none, under one guard. No order of the keys can deadlock."""
         guard = self._take(_lib.lock_all, _keys(keys), options)
         assert guard is not None
         return guard
@@ -763,14 +810,15 @@ class Client:
         *,
         ttl: Optional[Seconds] = None,
         token: Optional[Token] = None,
+        note: Optional[str] = None,
     ) -> T:
         """Campaigns for the key, and calls ``lead`` on this thread for each term that is won.
 
-        If ``lead`` returns something true, that is what ``elect`` returns; otherwise it steps down and campaigns again.
-        An exception ends the term and goes on. A server that is away is waited for. ``token`` ends the campaign, not a
+        If ``lead`` returns a true value, ``elect`` returns that; otherwise it steps down and campaigns again.
+        An exception ends the term and propagates. A server that is away is waited for. ``token`` ends the campaign, not a
         term that has begun.
         """
-        stop, chosen = _options(ttl=ttl, token=token)
+        stop, chosen = _options(ttl=ttl, token=token, note=note)
         name = _text(key, "key")
         outcome: dict = {}
 
@@ -791,6 +839,19 @@ class Client:
         code = _lib.leader(self._pointer, _text(key, "key"), byref(term), byref(since), byref(until))
         return None if _checked(code) == _NOT_HELD else Leader(term.value, since.value, until.value)
 
+    def holder(self, key: str) -> Optional[Holder]:
+        """Who holds the key now, a lock as a leader, in its own words; None if nobody does. For display."""
+        fence, until, owner, note = c_uint64(), c_int64(), c_void_p(), c_void_p()
+        code = _lib.holder(self._pointer, _text(key, "key"), byref(fence), byref(until), byref(owner), byref(note))
+        try:
+            if _checked(code) == _NOT_HELD:
+                return None
+            said = [ctypes.string_at(out.value).decode() if out.value else None for out in (owner, note)]
+            return Holder(fence.value, until.value, *said)
+        finally:
+            _lib.text_free(owner)
+            _lib.text_free(note)
+
     # -- once per slot
 
     def run_once(
@@ -803,11 +864,12 @@ class Client:
         claim_at_start: bool = False,
         ttl: Optional[Seconds] = None,
         token: Optional[Token] = None,
+        note: Optional[str] = None,
     ) -> RunOnce:
         """Runs the job on this thread, unless its slot is done or another process runs it, and marks the slot.
 
         The slot is the current period of ``every`` by the server's clock, or a ``number`` of yours that grows. An
-        exception of the job goes on, and its slot may run again. With ``claim_at_start`` the slot is marked before: at
+        exception of the job propagates, and its slot may run again. With ``claim_at_start`` the slot is marked before: at
         most once. An error whose text begins with "the job ran" means that the slot could not be marked.
         """
         if (every is None) == (number is None):
@@ -815,7 +877,7 @@ class Client:
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**64):
             raise InvalidArgument("number is no whole number from 0")
         kind, value = (_EVERY, _ms(every, "every")) if number is None else (_NUMBER, number)
-        stop, chosen = _options(ttl=ttl, token=token)
+        stop, chosen = _options(ttl=ttl, token=token, note=note)
         text = _text(name, "name")
         outcome: dict = {}
 
@@ -835,7 +897,7 @@ class Client:
     # -- the end
 
     def close(self, timeout: Seconds = 5.0) -> bool:
-        """No new locks; waits end with Aborted, holders are told, leases are let go. True if nothing is left."""
+        """No new locks; waits end with Aborted, holders are told, leases are released. True if nothing is left."""
         code = _lib.client_close(self._pointer, _ms(timeout, "timeout"))
         if code == -5:
             return False
@@ -863,12 +925,22 @@ def _keys(keys: Iterable[str]) -> tuple:
     return ((c_char_p * len(texts))(*texts), len(texts))
 
 
+def _int32(number: int, what: str) -> int:
+    """ctypes would cut off what does not fit."""
+    if isinstance(number, bool) or not isinstance(number, int) or not -(2**31) <= number < 2**31:
+        raise InvalidArgument(f"{what} is not an integer of 32 bits")
+    return number
+
+
 def _options(
     ttl: Optional[Seconds] = None,
     timeout: Optional[Seconds] = None,
     min_hold: Optional[Seconds] = None,
     max_hold: Optional[Seconds] = None,
     token: Optional[Token] = None,
+    note: Optional[str] = None,
+    fair: bool = False,
+    priority: int = 0,
 ) -> tuple:
     """A token of this call's own, which the caller's cancels, too; and the options for C."""
     own = Token(token)
@@ -878,6 +950,9 @@ def _options(
         min_hold_ms=_ms(min_hold, "min_hold"),
         max_hold_ms=_ms(max_hold, "max_hold"),
         token=own._pointer,
+        note=None if note is None else _text(note, "note"),
+        fair=int(bool(fair)),
+        priority=_int32(priority, "priority"),
     )
     return own, chosen
 

@@ -15,7 +15,7 @@ const PHRASES: [(&str, &str); 12] = [
     (" or hold fewer session locks", ""),
     (
         ", or call setup_schema() of a client that was built with create_members_table(true), and check members_table_name",
-        "",
+        ", and check syncguard_client_options' members_table_name",
     ),
     (" unless it is released by its lock id", ""),
     ("raise timeout", "raise timeout_ms"),

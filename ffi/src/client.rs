@@ -32,8 +32,12 @@ pub struct syncguard_client_options {
     pub max_connections: u32,
     /// See the header.
     pub existing_tables_only: u32,
+    /// See the header.
+    pub members_table_name: *const c_char,
+    /// See the header.
+    pub owner: *const c_char,
     /// Zero: for what may be chosen later.
-    pub reserved: [u64; 4],
+    pub reserved: [u64; 2],
 }
 
 impl syncguard_client_options {
@@ -45,7 +49,9 @@ impl syncguard_client_options {
         operation_timeout_ms: 0,
         max_connections: 0,
         existing_tables_only: 0,
-        reserved: [0; 4],
+        members_table_name: ptr::null(),
+        owner: ptr::null(),
+        reserved: [0; 2],
     };
 
     /// # Safety
@@ -64,6 +70,14 @@ impl syncguard_client_options {
         // SAFETY: as above.
         if let Some(name) = unsafe { optional_text(self.fence_table_name, "fence_table_name") }? {
             builder = builder.fence_table_name(name);
+        }
+        // SAFETY: as above.
+        if let Some(name) = unsafe { optional_text(self.members_table_name, "members_table_name") }? {
+            builder = builder.members_table_name(name);
+        }
+        // SAFETY: as above.
+        if let Some(owner) = unsafe { optional_text(self.owner, "owner") }? {
+            builder = builder.owner(owner);
         }
         if self.connection_timeout_ms > 0 {
             builder = builder.connection_timeout(Duration::from_millis(self.connection_timeout_ms));

@@ -4,7 +4,8 @@ use std::ffi::{c_char, c_void};
 use std::ops::ControlFlow::{Break, Continue};
 use std::ptr;
 
-use syncguard::Term;
+use syncguard::backend::{HeldBy, LockBackend as _, Moment};
+use syncguard::{CancelToken, Term};
 
 use crate::answers::{SYNCGUARD_NOT_HELD, SYNCGUARD_OK};
 use crate::client::syncguard_client;
@@ -69,6 +70,42 @@ pub unsafe extern "C" fn syncguard_leader(
         let (client, key) = unsafe { (borrow(client, "client")?, text(key, "key")?) };
         let Some(leader) = client.0.leader(key)? else { return Ok(SYNCGUARD_NOT_HELD) };
         told((leader.term.get(), leader.since_ms, leader.expires_at_ms));
+        Ok(SYNCGUARD_OK)
+    })
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn syncguard_holder(
+    client: *const syncguard_client,
+    key: *const c_char,
+    fence: *mut u64,
+    expires_at_ms: *mut i64,
+    owner: *mut *mut c_char,
+    note: *mut *mut c_char,
+) -> i32 {
+    shielded(|| {
+        // SAFETY: NULL or C's variables; so are all below.
+        unsafe {
+            tell(fence, 0);
+            tell(expires_at_ms, 0);
+            tell(owner, ptr::null_mut());
+            tell(note, ptr::null_mut());
+        }
+        // SAFETY: a handle that has not been freed and a text, or NULL, by the header's rules.
+        let (client, key) = unsafe { (borrow(client, "client")?, text(key, "key")?) };
+        let held = client.0.who_holds(key, Moment::NEVER, &CancelToken::never())?;
+        let Some(HeldBy { lease, .. }) = held else { return Ok(SYNCGUARD_NOT_HELD) };
+        // SAFETY: as above.
+        unsafe {
+            tell(fence, lease.fence.get());
+            tell(expires_at_ms, lease.expires_at_ms);
+            for (out, said) in [(owner, lease.owner), (note, lease.note)] {
+                if let (false, Some(said)) = (out.is_null(), said) {
+                    give_text(out, said)?;
+                }
+            }
+        }
         Ok(SYNCGUARD_OK)
     })
 }

@@ -86,6 +86,7 @@ pub struct syncguard_guard {
     slot: Mutex<Option<Arc<Held>>>,
     fences: Vec<(String, u64)>,
     permit: u32,
+    shared: bool,
     /// Fires when the lease is lost, and when it is released.
     over: CancelToken,
     watch: Arc<Watch>,
@@ -93,12 +94,12 @@ pub struct syncguard_guard {
 
 impl syncguard_guard {
     pub(crate) fn new(held: Held, watch: Arc<Watch>) -> Self {
-        let permit = match &held {
-            Held::One(guard) => guard.permit().unwrap_or(0),
-            Held::Several(_) => 0,
+        let (permit, shared) = match &held {
+            Held::One(guard) => (guard.permit().unwrap_or(0), guard.is_shared()),
+            Held::Several(_) => (0, false),
         };
         let (fences, over) = (held.fences(), held.lost().child());
-        Self { slot: Mutex::new(Some(Arc::new(held))), fences, permit, over, watch }
+        Self { slot: Mutex::new(Some(Arc::new(held))), fences, permit, shared, over, watch }
     }
 
     /// Calls with what is held, if it has not been released; the mutex is released before the call. A
@@ -171,6 +172,13 @@ pub unsafe extern "C" fn syncguard_guard_fence_of(guard: *const syncguard_guard,
 pub unsafe extern "C" fn syncguard_guard_permit(guard: *const syncguard_guard) -> u32 {
     // SAFETY: NULL or a handle that has not been freed, by the header's rules.
     unsafe { guard.as_ref() }.map_or(0, |guard| guard.permit)
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn syncguard_guard_is_shared(guard: *const syncguard_guard) -> i32 {
+    // SAFETY: NULL or a handle that has not been freed, by the header's rules.
+    unsafe { guard.as_ref() }.map_or(0, |guard| i32::from(guard.shared))
 }
 
 /// See the header.

@@ -1,9 +1,9 @@
-//! Taking one key, several, or a permit.
+//! Taking one key, as a writer or as a reader, several, or a permit.
 
 use std::ffi::c_char;
 use std::sync::Arc;
 
-use syncguard::{LockError, LockOptions};
+use syncguard::{LockError, LockGuard, LockOptions, MultiGuard, PgLockClient};
 
 use crate::answers::{SYNCGUARD_LOCKED, SYNCGUARD_OK};
 use crate::client::syncguard_client;
@@ -29,6 +29,54 @@ unsafe fn taken(
     // SAFETY: what the caller promises.
     unsafe { give(out, syncguard_guard::new(held, watch)) };
     Ok(SYNCGUARD_OK)
+}
+
+/// Takes one key with options, or tries to.
+///
+/// # Safety
+/// NULL, or handles that have not been freed, a text and C's variable.
+unsafe fn one(
+    client: *const syncguard_client,
+    key: *const c_char,
+    options: *const syncguard_options,
+    out: *mut *mut syncguard_guard,
+    take: fn(&PgLockClient, &str, &LockOptions) -> Result<Option<LockGuard>, LockError>,
+) -> i32 {
+    shielded(|| {
+        // SAFETY: `out` is NULL or C's variable.
+        unsafe { clear(out) }?;
+        // SAFETY: what the caller promises.
+        let (client, key, options) =
+            unsafe { (borrow(client, "client")?, text(key, "key")?, chosen(options)?) };
+        let lock = |options: &LockOptions| Ok(take(&client.0, key, options)?.map(Held::One));
+        // SAFETY: `clear` found it not NULL.
+        unsafe { taken(out, options, lock) }
+    })
+}
+
+type TakesSeveral = fn(&PgLockClient, &[&str], &LockOptions) -> Result<Option<MultiGuard>, LockError>;
+
+/// The same for several.
+///
+/// # Safety
+/// NULL, or handles that have not been freed, `count` texts and C's variable.
+unsafe fn several(
+    client: *const syncguard_client,
+    (keys, count): (*const *const c_char, usize),
+    options: *const syncguard_options,
+    out: *mut *mut syncguard_guard,
+    take: TakesSeveral,
+) -> i32 {
+    shielded(|| {
+        // SAFETY: `out` is NULL or C's variable.
+        unsafe { clear(out) }?;
+        // SAFETY: what the caller promises.
+        let (client, keys, options) =
+            unsafe { (borrow(client, "client")?, texts(keys, count, "keys")?, chosen(options)?) };
+        let lock = |options: &LockOptions| Ok(take(&client.0, &keys, options)?.map(Held::Several));
+        // SAFETY: `clear` found it not NULL.
+        unsafe { taken(out, options, lock) }
+    })
 }
 
 /// See the header.
@@ -59,16 +107,8 @@ pub unsafe extern "C" fn syncguard_lock_with(
     options: *const syncguard_options,
     out: *mut *mut syncguard_guard,
 ) -> i32 {
-    shielded(|| {
-        // SAFETY: `out` is NULL or C's variable.
-        unsafe { clear(out) }?;
-        // SAFETY: handles that have not been freed and a text, or NULL, by the header's rules.
-        let (client, key, options) =
-            unsafe { (borrow(client, "client")?, text(key, "key")?, chosen(options)?) };
-        let lock = |options: &LockOptions| client.0.lock_with(key, options).map(Held::One).map(Some);
-        // SAFETY: `clear` found it not NULL.
-        unsafe { taken(out, options, lock) }
-    })
+    // SAFETY: by the header's rules.
+    unsafe { one(client, key, options, out, |client, key, options| client.lock_with(key, options).map(Some)) }
 }
 
 /// See the header.
@@ -98,16 +138,34 @@ pub unsafe extern "C" fn syncguard_try_lock_with(
     options: *const syncguard_options,
     out: *mut *mut syncguard_guard,
 ) -> i32 {
-    shielded(|| {
-        // SAFETY: `out` is NULL or C's variable.
-        unsafe { clear(out) }?;
-        // SAFETY: handles that have not been freed and a text, or NULL, by the header's rules.
-        let (client, key, options) =
-            unsafe { (borrow(client, "client")?, text(key, "key")?, chosen(options)?) };
-        let lock = |options: &LockOptions| Ok(client.0.try_lock_with(key, options)?.map(Held::One));
-        // SAFETY: `clear` found it not NULL.
-        unsafe { taken(out, options, lock) }
-    })
+    // SAFETY: by the header's rules.
+    unsafe { one(client, key, options, out, PgLockClient::try_lock_with) }
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn syncguard_read_lock(
+    client: *const syncguard_client,
+    key: *const c_char,
+    options: *const syncguard_options,
+    out: *mut *mut syncguard_guard,
+) -> i32 {
+    // SAFETY: by the header's rules.
+    unsafe {
+        one(client, key, options, out, |client, key, options| client.read_lock_with(key, options).map(Some))
+    }
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn syncguard_try_read_lock(
+    client: *const syncguard_client,
+    key: *const c_char,
+    options: *const syncguard_options,
+    out: *mut *mut syncguard_guard,
+) -> i32 {
+    // SAFETY: by the header's rules.
+    unsafe { one(client, key, options, out, PgLockClient::try_read_lock_with) }
 }
 
 /// See the header.
@@ -119,17 +177,11 @@ pub unsafe extern "C" fn syncguard_lock_all(
     options: *const syncguard_options,
     out: *mut *mut syncguard_guard,
 ) -> i32 {
-    shielded(|| {
-        // SAFETY: `out` is NULL or C's variable.
-        unsafe { clear(out) }?;
-        // SAFETY: handles that have not been freed and `count` texts, or NULL, by the header's rules.
-        let (client, keys, options) =
-            unsafe { (borrow(client, "client")?, texts(keys, count, "keys")?, chosen(options)?) };
-        let lock =
-            |options: &LockOptions| client.0.lock_all_with(&keys, options).map(Held::Several).map(Some);
-        // SAFETY: `clear` found it not NULL.
-        unsafe { taken(out, options, lock) }
-    })
+    let take = |client: &PgLockClient, keys: &[&str], options: &LockOptions| {
+        client.lock_all_with(keys, options).map(Some)
+    };
+    // SAFETY: by the header's rules.
+    unsafe { several(client, (keys, count), options, out, take) }
 }
 
 /// See the header.
@@ -141,16 +193,10 @@ pub unsafe extern "C" fn syncguard_try_lock_all(
     options: *const syncguard_options,
     out: *mut *mut syncguard_guard,
 ) -> i32 {
-    shielded(|| {
-        // SAFETY: `out` is NULL or C's variable.
-        unsafe { clear(out) }?;
-        // SAFETY: handles that have not been freed and `count` texts, or NULL, by the header's rules.
-        let (client, keys, options) =
-            unsafe { (borrow(client, "client")?, texts(keys, count, "keys")?, chosen(options)?) };
-        let lock = |options: &LockOptions| Ok(client.0.try_lock_all_with(&keys, options)?.map(Held::Several));
-        // SAFETY: `clear` found it not NULL.
-        unsafe { taken(out, options, lock) }
-    })
+    let take =
+        |client: &PgLockClient, keys: &[&str], options: &LockOptions| client.try_lock_all_with(keys, options);
+    // SAFETY: by the header's rules.
+    unsafe { several(client, (keys, count), options, out, take) }
 }
 
 /// See the header.

@@ -1,8 +1,9 @@
-/* Several keys, permits, elections, jobs that run once, and fenced writes. */
+/* Several keys, readers, permits, elections, jobs that run once, and fenced writes. */
 #include "check.h"
 
 syncguard_client *client;
 PGconn *sql;
+const char *test_url, *test_schema;
 
 static void several(void) {
     const char *keys[] = {"b", "a", "it's \xce\xa9\\"};
@@ -76,9 +77,18 @@ static void bad_input(void) {
     syncguard_guard_free(guard);
     free(huge);
     syncguard_options options = {0};
-    options.reserved[2] = 1;
+    options.reserved[0] = 1;
     REFUSED(syncguard_lock_with(client, "a", &options, &guard), "reserved");
-    options.reserved[2] = 0;
+    options.reserved[0] = 0;
+    options.priority = 1;
+    REFUSED(syncguard_lock_with(client, "a", &options, &guard), "fair");
+    options.fair = 2;
+    REFUSED(syncguard_lock_with(client, "a", &options, &guard), "neither 0 nor 1");
+    options.fair = 1;
+    REFUSED(syncguard_acquire_permit(client, "p", 2, &options, &guard), "no order");
+    ANSWERS(syncguard_lock_with(client, "in order", &options, &guard), SYNCGUARD_OK);
+    syncguard_guard_free(guard);
+    memset(&options, 0, sizeof options);
     options.min_hold_ms = 2;
     options.max_hold_ms = 1;
     REFUSED(syncguard_lock_with(client, "a", &options, &guard), "max_hold_ms is below min_hold_ms");
@@ -92,6 +102,35 @@ static void bad_input(void) {
     REFUSED(syncguard_run_once(client, "j", SYNCGUARD_NUMBER, 1, NULL, NULL, NULL), "job is NULL");
 }
 
+static void readers(void) {
+    syncguard_guard *one, *two, *writer;
+    syncguard_options options = {0};
+    options.ttl_ms = 20000;
+    ANSWERS(syncguard_read_lock(client, "r", &options, &one), SYNCGUARD_OK);
+    ANSWERS(syncguard_try_read_lock(client, "r", NULL, &two), SYNCGUARD_OK);
+    EXPECT(syncguard_guard_is_shared(one) == 1 && syncguard_guard_is_shared(two) == 1 && syncguard_guard_permit(one) == 0);
+    EXPECT(syncguard_guard_fence(one) == 1 && syncguard_guard_fence(two) == 1 && syncguard_guard_fence_of(two, "r") == 1);
+    EXPECT(number("SELECT count(*) FROM syncguard_members WHERE role = 's'") == 2);
+    ANSWERS(syncguard_try_lock(client, "r", 0, &writer), SYNCGUARD_LOCKED);
+    ANSWERS(syncguard_guard_extend(one, 10000), SYNCGUARD_OK);
+    char *check;
+    ANSWERS(syncguard_guard_fence_sql(two, &check), SYNCGUARD_OK);
+    EXPECT(strcmp(transaction(check), "") == 0);
+    ANSWERS(syncguard_guard_release(two), SYNCGUARD_OK);
+    EXPECT(strcmp(transaction(check), "22P02") == 0);
+    syncguard_text_free(check);
+    syncguard_guard_free(two);
+    syncguard_guard_free(one);
+    ANSWERS(syncguard_try_lock(client, "r", 0, &writer), SYNCGUARD_OK);
+    EXPECT(syncguard_guard_is_shared(writer) == 0 && syncguard_guard_fence(writer) == 2);
+    ANSWERS(syncguard_try_read_lock(client, "r", NULL, &one), SYNCGUARD_LOCKED);
+    /* Long enough for one attempt: what is cut short is no timeout of the wait. */
+    options.timeout_ms = 2000;
+    ANSWERS(syncguard_read_lock(client, "r", &options, &one), SYNCGUARD_ACQUISITION_TIMEOUT);
+    EXPECT(one == NULL);
+    syncguard_guard_free(writer);
+}
+
 static void permits(void) {
     syncguard_guard *one, *two, *three;
     uint32_t in_use;
@@ -101,7 +140,8 @@ static void permits(void) {
     ANSWERS(syncguard_try_acquire_permit(client, "p", 2, NULL, &three), SYNCGUARD_LOCKED);
     EXPECT(three == NULL);
     syncguard_options options = {0};
-    options.timeout_ms = 30;
+    /* Long enough for one attempt: what is cut short is no timeout of the wait. */
+    options.timeout_ms = 2000;
     ANSWERS(syncguard_acquire_permit(client, "p", 2, &options, &three), SYNCGUARD_ACQUISITION_TIMEOUT);
     EXPECT(strstr(syncguard_last_error(), "raise timeout_ms") && syncguard_last_error_may_be_held_ms() == 0);
     ANSWERS(syncguard_permits_in_use(client, "p", &in_use), SYNCGUARD_OK);
@@ -144,13 +184,49 @@ static int32_t lead(const syncguard_term *term, void *user) {
 static void election(void) {
     int round = 0;
     syncguard_options options = {0};
-    options.ttl_ms = 2000;
+    options.ttl_ms = 6000;
     ANSWERS(syncguard_leader(client, "e", NULL, NULL, NULL), SYNCGUARD_NOT_HELD);
     ANSWERS(syncguard_elect(client, "e", &options, lead, &round), SYNCGUARD_OK);
     EXPECT(round == 2 && terms[1] > terms[0] && terms[0] > 0);
     uint64_t number = 7;
     ANSWERS(syncguard_leader(client, "e", &number, NULL, NULL), SYNCGUARD_NOT_HELD);
     EXPECT(number == 0);
+}
+
+static void owners(void) {
+    syncguard_client *owned = NULL;
+    syncguard_client_options who = {0};
+    who.owner = "c:4711";
+    who.schema = test_schema;
+    ANSWERS(syncguard_client_connect_with(test_url, &who, &owned), SYNCGUARD_OK);
+    syncguard_options options = {0};
+    options.note = "b\xc3\xbc" "cher\n";
+    syncguard_guard *guard = NULL, *none = NULL;
+    uint64_t fence = 7;
+    int64_t until = 7;
+    char *owner = NULL, *note = NULL;
+    ANSWERS(syncguard_holder(client, "o", &fence, &until, &owner, &note), SYNCGUARD_NOT_HELD);
+    EXPECT(fence == 0 && until == 0 && !owner && !note);
+    ANSWERS(syncguard_lock_with(owned, "o", &options, &guard), SYNCGUARD_OK);
+    ANSWERS(syncguard_holder(client, "o", &fence, &until, &owner, &note), SYNCGUARD_OK);
+    EXPECT(fence == syncguard_guard_fence(guard) && until > 0);
+    EXPECT(owner && note && strcmp(owner, who.owner) == 0 && strcmp(note, options.note) == 0);
+    ANSWERS(syncguard_holder(client, "o", NULL, NULL, NULL, NULL), SYNCGUARD_OK);
+    options.timeout_ms = 2000;
+    ANSWERS(syncguard_lock_with(client, "o", &options, &none), SYNCGUARD_ACQUISITION_TIMEOUT);
+    EXPECT(strstr(syncguard_last_error(), "held by c:4711 (b\xc3\xbc" "cher\\u{a}) under fencing token ") != NULL);
+    syncguard_text_free(owner);
+    syncguard_text_free(note);
+    syncguard_guard_free(guard);
+    char words[1026];
+    memset(words, 'x', sizeof words);
+    words[1025] = 0;
+    options.note = words;
+    REFUSED(syncguard_lock_with(owned, "o", &options, &guard), "the note");
+    who.owner = words;
+    syncguard_client_free(owned);
+    REFUSED(syncguard_client_connect_with(test_url, &who, &owned), "the owner");
+    REFUSED(syncguard_holder(NULL, "o", NULL, NULL, NULL, NULL), "client");
 }
 
 static int32_t never(const syncguard_term *term, void *user) {
@@ -260,7 +336,7 @@ static void once_completed(void) {
 }
 
 int main(int count, char **arguments) {
-    const struct test tests[] = {CASE(several), CASE(bad_input), CASE(permits), CASE(election),
+    const struct test tests[] = {CASE(several), CASE(bad_input), CASE(readers), CASE(permits), CASE(election), CASE(owners),
                                  CASE(campaign_cancelled), CASE(once), CASE(once_completed), {NULL, NULL}};
     return run_case(count, arguments, tests);
 }

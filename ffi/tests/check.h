@@ -41,6 +41,7 @@
 
 extern syncguard_client *client;
 extern PGconn *sql;
+extern const char *test_url, *test_schema;
 
 /* The SQLSTATE of what this failed with, or "". */
 static inline const char *state_of(const char *statement) {
@@ -112,6 +113,8 @@ struct test {
 /* Runs the one that is named; with a second client for libpq. */
 static inline int run_case(int count, char **arguments, const struct test *tests) {
     if (count != 4) return 2;
+    test_url = arguments[1];
+    test_schema = arguments[2];
     ANSWERS(syncguard_client_connect(arguments[1], arguments[2], &client), SYNCGUARD_OK);
     sql = PQconnectdb(arguments[1]);
     EXPECT(PQstatus(sql) == CONNECTION_OK);

@@ -7,6 +7,7 @@
 
 syncguard_client *client;
 PGconn *sql;
+const char *test_url, *test_schema;
 
 /* What a callback saw, and when it may go on. */
 struct seen {
@@ -53,7 +54,7 @@ static syncguard_guard *lock(const char *key, uint64_t ttl_ms) {
 
 static void lost(void) {
     struct seen first = SEEN, second = SEEN, third = SEEN;
-    syncguard_guard *guard = lock("k", 2000);
+    syncguard_guard *guard = lock("k", 6000);
     ANSWERS(syncguard_guard_on_lost(guard, on_lost, &first), SYNCGUARD_OK);
     ANSWERS(syncguard_guard_on_lost(guard, on_lost, &second), SYNCGUARD_OK);
     RUN("DELETE FROM syncguard_locks");
@@ -75,7 +76,7 @@ static void several_lost(void) {
     struct seen seen = SEEN;
     syncguard_guard *guard;
     syncguard_options options = {0};
-    options.ttl_ms = 2000;
+    options.ttl_ms = 6000;
     ANSWERS(syncguard_lock_all(client, keys, 2, &options, &guard), SYNCGUARD_OK);
     ANSWERS(syncguard_guard_on_lost(guard, on_lost, &seen), SYNCGUARD_OK);
     RUN("DELETE FROM syncguard_locks WHERE key = 'b'");
@@ -121,7 +122,7 @@ static void *releases(void *guard) {
 static void release_waits_for_the_callback(void) {
     struct seen seen = SEEN;
     seen.may_return = 0;
-    syncguard_guard *guard = lock("k", 2000);
+    syncguard_guard *guard = lock("k", 6000);
     ANSWERS(syncguard_guard_on_lost(guard, on_lost, &seen), SYNCGUARD_OK);
     RUN("DELETE FROM syncguard_locks");
     wait_for_call(&seen);
@@ -147,7 +148,7 @@ static void release_waits_for_the_callback(void) {
 
 static void callback_frees_its_guard_and_closes_the_client(void) {
     struct seen seen = SEEN;
-    syncguard_guard *guard = lock("k", 2000);
+    syncguard_guard *guard = lock("k", 6000);
     seen.frees = guard;
     seen.closes = client;
     ANSWERS(syncguard_guard_on_lost(guard, on_lost, &seen), SYNCGUARD_OK);
@@ -161,7 +162,8 @@ static void max_hold(void) {
     struct seen seen = SEEN;
     syncguard_guard *guard;
     syncguard_options options = {0};
-    options.max_hold_ms = 100;
+    /* Long enough that the callback is there before the end. */
+    options.max_hold_ms = 3000;
     ANSWERS(syncguard_lock_with(client, "k", &options, &guard), SYNCGUARD_OK);
     ANSWERS(syncguard_guard_on_lost(guard, on_lost, &seen), SYNCGUARD_OK);
     ANSWERS(syncguard_guard_wait_lost(guard, LIMIT_MS), SYNCGUARD_NOT_HELD);

@@ -92,7 +92,7 @@ fn functions_of_the_header() -> BTreeSet<String> {
 #[test]
 fn every_function_has_the_same_types_on_both_sides() {
     let functions = functions_of_the_library();
-    assert!(functions.len() >= 52, "{functions:?}");
+    assert!(functions.len() >= 55, "{functions:?}");
     assert_eq!(functions, functions_of_the_header());
 }
 
@@ -216,9 +216,9 @@ fn every_field_stands_at_the_same_place_on_both_sides() {
         };
     }
     let fields = fields! {
-        syncguard_options: ttl_ms timeout_ms min_hold_ms max_hold_ms token reserved;
+        syncguard_options: ttl_ms timeout_ms min_hold_ms max_hold_ms token note fair priority reserved;
         syncguard_client_options: schema table_name fence_table_name connection_timeout_ms operation_timeout_ms
-            max_connections existing_tables_only reserved;
+            max_connections existing_tables_only members_table_name owner reserved;
     };
     let asked = fields.iter().map(|(of, field, _)| match *field {
         "" => format!("printf(\"%zu\\n\", sizeof({of}));\n"),
@@ -266,6 +266,8 @@ fn null_is_answered_and_never_followed() {
             syncguard_try_lock(null(), null(), 0, null_mut()),
             syncguard_lock_with(null(), key, null(), &raw mut guard),
             syncguard_try_lock_with(null(), key, null(), &raw mut guard),
+            syncguard_read_lock(null(), key, null(), &raw mut guard),
+            syncguard_try_read_lock(null(), key, null(), &raw mut guard),
             syncguard_lock_all(null(), null(), 0, null(), &raw mut guard),
             syncguard_try_lock_all(null(), null(), 1, null(), &raw mut guard),
             syncguard_acquire_permit(null(), key, 1, null(), &raw mut guard),
@@ -290,7 +292,7 @@ fn null_is_answered_and_never_followed() {
             syncguard_lock(null(), key, 0, 0, &raw mut guard),
         ]
     };
-    assert_eq!(answers, [SYNCGUARD_INVALID_ARGUMENT; 29]);
+    assert_eq!(answers, [SYNCGUARD_INVALID_ARGUMENT; 31]);
     let cleared = guard.is_null() && client.is_null() && sql.is_null() && token.is_null() && count == 0;
     assert!(cleared, "out parameters are cleared");
     assert_eq!(string(syncguard_last_error()), "client is NULL");
@@ -298,7 +300,7 @@ fn null_is_answered_and_never_followed() {
     unsafe {
         assert_eq!((syncguard_guard_fence(null()), syncguard_guard_fence_of(null(), null())), (0, 0));
         assert_eq!((syncguard_guard_is_held(null()), syncguard_guard_permit(null())), (0, 0));
-        assert_eq!(syncguard_guard_remaining_ms(null()), 0);
+        assert_eq!((syncguard_guard_remaining_ms(null()), syncguard_guard_is_shared(null())), (0, 0));
         assert_eq!((syncguard_term_number(null()), syncguard_term_remaining_ms(null())), (0, 0));
         assert_eq!((syncguard_run_slot(null()), syncguard_run_skipped(null())), (0, 0));
         assert_eq!((syncguard_run_period_start_ms(null()), syncguard_run_remaining_ms(null())), (0, 0));

@@ -1,4 +1,4 @@
-//! What the holder of a session lock has.
+//! The guard of a session lock.
 
 use std::fmt;
 use std::sync::Arc;
@@ -16,13 +16,13 @@ use crate::threads::{driver_unusable, ignore_panic};
 /// A held session lock, with the connection that it lives on. Released when it is dropped, and at the
 /// latest when its `max_hold` is over (unless its options keep it).
 ///
-/// Long work should look at [`is_held`](Self::is_held) or wait for [`lost`](Self::lost): when the
+/// Long work should check [`is_held`](Self::is_held) or wait for [`lost`](Self::lost): when the
 /// connection ends, the server grants the lock to another session, and nothing can stop work that goes on.
 /// There is no fencing token here; where late writes must be impossible, take a lease and a fenced transaction.
 ///
 /// Dropping it unlocks on this thread, for at most the client's `dispose_timeout`. Inside an async
 /// runtime, where thread-locals are gone and while unwinding from a panic a thread of the client takes over. `Drop` never panics;
-/// what goes wrong is logged, and the connection is closed, which frees the lock as well.
+/// failures are logged, and the connection is closed, which frees the lock as well.
 ///
 /// # Blocking
 ///
@@ -102,7 +102,7 @@ impl AdvisoryGuard {
     }
 
     /// Fires when the lock can no longer be trusted: its time is over, its session has ended, or the
-    /// client was closed. Cancelling it yourself only wakes those who wait for it. It does not fire
+    /// client was closed. Cancelling it yourself only wakes threads that wait for it. It does not fire
     /// when the guard is released.
     ///
     /// ```no_run

@@ -32,12 +32,12 @@ enum Form {
 }
 
 impl AdvisoryKey {
-    /// The number of a text: lower case, without the spaces (U+0020) at both ends, UTF-8, SHA-256,
-    /// the first 8 bytes, big-endian. The SQL function `email_to_lock_id` gives the same.
+    /// The number of a text: the text in lower case, without the spaces (U+0020) at both ends, as UTF-8; of its
+    /// SHA-256 the first 8 bytes, big-endian. The SQL function `email_to_lock_id` computes the same.
     ///
-    /// Texts that differ only in case or outer spaces are one key. Two different texts meet with a
+    /// Texts that differ only in case or outer spaces are one key. Two different texts collide with a
     /// probability of 2⁻⁶⁴. Lower case is Unicode's, for every letter; where a database's locale
-    /// folds fewer letters, the SQL function differs for those: see `docs/advisory-locks.md`.
+    /// folds fewer letters, the SQL function differs for those: see [`docs/advisory-locks.md`](https://docs.rs/crate/syncguard/latest/source/docs/advisory-locks.md).
     ///
     /// ```
     /// use syncguard::AdvisoryKey;
@@ -92,11 +92,11 @@ impl AdvisoryKey {
 
     /// A pair of numbers: a key of its own, whatever number the two would make together.
     ///
-    /// Choose the first number freely, but for two that this library uses itself: 1936160619, under which
+    /// Choose the first number freely, except for two that this library uses itself: 1936160619, under which
     /// clients that wait for a lease note that they listen, and 1398363715, under which tables are created.
     /// A lock of yours there excludes none of your leases, but you may find the pair taken; a listener may
-    /// not be called, so that it waits a little longer, or be called for nothing; and no tables can be created
-    /// while you hold the pair that is for that.
+    /// not be notified, so that it waits a little longer, or be notified needlessly; and no tables can be created
+    /// while you hold the pair for that.
     ///
     /// ```
     /// let key = syncguard::AdvisoryKey::from_pair(7, 42);

@@ -16,7 +16,7 @@ const OF_THIS_DATABASE: &str = "l.locktype = 'advisory' AND l.database = \
 
 /// A session that holds an advisory lock, or waits for one.
 ///
-/// All of this database's are shown: also those of other programs, and those that belong to a
+/// All such sessions of this database are shown, including those of other programs, and locks that belong to a
 /// transaction, such as an acquire of a lease takes for a moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
@@ -32,9 +32,9 @@ pub struct AdvisorySession {
     pub application_name: Option<String>,
     /// Its state, such as `idle`, `active` or `idle in transaction`.
     pub state: Option<String>,
-    /// Since when, in Unix milliseconds of the server's clock. A waiter: since when it waits. A holder:
-    /// since when it is in its state, as PostgreSQL does not note when a lock was granted. (This
-    /// library's holders are asked every few seconds, so theirs is never old.)
+    /// In Unix milliseconds of the server's clock: for a waiter, since when it has been waiting; for a holder,
+    /// since when it has been in its state, as PostgreSQL does not record when a lock was granted. (This
+    /// library's holders are checked every few seconds, so theirs is never old.)
     pub since_ms: Option<i64>,
     /// Since when the session exists, in Unix milliseconds of the server's clock.
     pub connected_since_ms: Option<i64>,

@@ -1,4 +1,4 @@
-//! What a caller may choose for one session lock.
+//! The options of a session lock.
 
 use std::fmt;
 use std::time::Duration;
@@ -111,7 +111,7 @@ impl AdvisoryOptions {
         self
     }
 
-    /// How long the lock is held at most, from the request that took it. Default
+    /// The longest time that the lock is held, from the request that took it. Default
     /// [`DEFAULT_MAX_HOLD`], at least 1 ms.
     ///
     /// Then [`lost`](crate::AdvisoryGuard::lost) and [`overdue`](crate::AdvisoryGuard::overdue) fire
@@ -133,9 +133,9 @@ impl AdvisoryOptions {
     /// liveness**. Then only [`overdue`](crate::AdvisoryGuard::overdue) fires, to ask the work to
     /// come to an end.
     ///
-    /// Nothing but the end of its connection takes the lock from such a holder, the server sets no
+    /// Only the end of its connection takes the lock from such a holder, and the server sets no
     /// limit either: a process that hangs or is stopped blocks everybody else until an operator ends
-    /// it. Choose it where two workers at once do more harm than none.
+    /// it. Choose this where two workers at once do more harm than none.
     ///
     /// ```
     /// # use std::time::Duration;

@@ -1,7 +1,8 @@
-//! The course of a lock as a whole: what a call waited for, what it got, and how that ended. For telemetry.
+//! The course of a lock as a whole, for telemetry: what a call waited for, what it got, and how that ended.
 
 use std::time::Duration;
 
+use crate::backend::label::Label;
 use crate::backend::outcome::LostReason;
 use crate::error::ErrorCode;
 
@@ -20,10 +21,12 @@ pub enum LockKind {
     Term,
     /// A job that runs once per slot.
     Run,
+    /// One key, as one of its readers.
+    Shared,
 }
 
 impl LockKind {
-    /// `lock`, `set`, `permit`, `term` or `run`.
+    /// `lock`, `set`, `permit`, `term`, `run` or `shared`.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -32,11 +35,12 @@ impl LockKind {
             Self::Permit => "permit",
             Self::Term => "term",
             Self::Run => "run",
+            Self::Shared => "shared",
         }
     }
 }
 
-/// How a call ended that got nothing, or how what it got was ended.
+/// How a call that got nothing ended, or how a holding ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(rename_all = "snake_case"))]
 #[non_exhaustive]
@@ -47,9 +51,9 @@ pub enum LockEnding {
     SlotDone,
     /// The call failed; `AcquisitionTimeout` where its time was over.
     Failed(ErrorCode),
-    /// The holder let go.
+    /// The holder released it.
     Released,
-    /// The holder let go of its care, not of the lease.
+    /// The holder gave the lease away, without releasing it.
     Leaked,
     /// The lease could not be trusted any more.
     Lost(LostReason),
@@ -74,13 +78,13 @@ impl LockEnding {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum LockStage {
-    /// It has begun to ask, or to wait. Comes first, once.
+    /// It has begun. Comes first, once.
     Begun,
     /// It holds what it asked for.
     Granted,
-    /// A renewal was confirmed, so long after the last request that was.
+    /// A renewal was confirmed.
     Renewed {
-        /// Between the two requests.
+        /// The time between its request and that of the previous confirmed one.
         gap: Duration,
     },
     /// It is over. Comes last, once.
@@ -104,17 +108,20 @@ pub struct LockCourse<'a> {
     pub keys: usize,
     /// How long it has waited until it was granted, or gave up.
     pub waited: Duration,
-    /// How often it has asked.
+    /// How many attempts it has made.
     pub attempts: u64,
     /// How far it has come.
     pub stage: LockStage,
+    /// What who asks says of itself.
+    pub label: Label<'a>,
 }
 
 impl<'a> LockCourse<'a> {
-    /// A stage of a call for these keys, of which this is the first, after no wait.
+    /// A stage of a call for these keys, of which this is the first, before any wait.
     #[must_use]
     pub const fn new(kind: LockKind, key: &'a str, keys: usize, stage: LockStage) -> Self {
-        Self { kind, key, keys, waited: Duration::ZERO, attempts: 0, stage }
+        let label = Label { owner: None, note: None };
+        Self { kind, key, keys, waited: Duration::ZERO, attempts: 0, stage, label }
     }
 }
 
@@ -135,14 +142,14 @@ impl std::fmt::Debug for LockCourse<'_> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Connections {
-    /// How many are lent just now.
+    /// How many are in use now.
     pub in_use: u32,
     /// The most that there may be.
     pub max: u32,
 }
 
 impl Connections {
-    /// So many of so many.
+    /// `in_use` of `max`.
     #[must_use]
     pub const fn new(in_use: u32, max: u32) -> Self {
         Self { in_use, max }

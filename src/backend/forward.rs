@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use crate::backend::{
     AcquireResult, Attempt, AttemptAll, BeginOutcome, BeginRun, Capabilities, Connections, ExtendOutcome,
-    Grant, GrantAll, Holder, Intent, LockBackend, LockCourse, LockInfo, LockInfoRaw, Lookup, MarkOutcome,
-    MarkRun, MarkStep, OnHeard, PermitAttempt, PermitGrant, ReleaseOutcome, RenewOutcome, Renewal,
-    SharedAttempt, Watch,
+    Grant, GrantAll, HeldBy, Holder, Intent, LockBackend, LockCourse, LockInfo, LockInfoRaw, Lookup,
+    MarkOutcome, MarkRun, MarkStep, OnHeard, PermitAttempt, PermitGrant, ReleaseOutcome, RenewOutcome,
+    Renewal, SharedAttempt, Turn, TurnAttempt, Watch,
 };
 use crate::cancel::CancelToken;
 use crate::error::Result;
@@ -45,6 +45,9 @@ macro_rules! forward {
             }
             fn holder(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<Option<Holder>> {
                 (**self).holder(key, deadline, cancel)
+            }
+            fn who_holds(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<Option<HeldBy>> {
+                (**self).who_holds(key, deadline, cancel)
             }
             fn watch(&self, key: &str, heard: OnHeard) -> Option<Box<dyn Watch>> {
                 (**self).watch(key, heard)
@@ -90,6 +93,12 @@ macro_rules! forward {
             }
             fn release_shared(&self, key: &str, lock_id: &str, deadline: Moment) -> Result<ReleaseOutcome> {
                 (**self).release_shared(key, lock_id, deadline)
+            }
+            fn grant_in_turn(&self, attempt: &TurnAttempt<'_>, cancel: &CancelToken) -> Result<Option<Grant>> {
+                (**self).grant_in_turn(attempt, cancel)
+            }
+            fn turn(&self, ticket: &Intent<'_>, deadline: Moment, cancel: &CancelToken) -> Result<Turn> {
+                (**self).turn(ticket, deadline, cancel)
             }
             fn announce(&self, intent: &Intent<'_>, deadline: Moment) -> Result<()> {
                 (**self).announce(intent, deadline)

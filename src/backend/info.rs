@@ -31,7 +31,7 @@ impl fmt::Debug for Lookup<'_> {
 #[non_exhaustive]
 pub struct LockInfo {
     /// [`hash_key`](crate::hash_key) of the key: for a permit that of its
-    /// [guard's](crate::LockGuard::key), but where [`Operator`](crate::Operator) answers that of the semaphore's name.
+    /// [guard's](crate::LockGuard::key); [`Operator`](crate::Operator) returns that of the semaphore's name.
     pub key_hash: String,
     /// Which of its semaphore's permits it is; `None` for a lock.
     #[cfg_attr(feature = "serde", serde(default, skip_serializing_if = "Option::is_none"))]
@@ -44,16 +44,26 @@ pub struct LockInfo {
     pub acquired_at_ms: i64,
     /// Its fence.
     pub fence: Fence,
-    /// Whether its key is shared by readers. Found by the key it is the lease of all of them together, and ends with
+    /// Whether its key is shared by readers. Looked up by key, it is the lease of all of them together, and ends with
     /// the last.
     #[cfg_attr(feature = "serde", serde(default))]
     pub shared: bool,
     /// How many readers share the key, where that is known.
     #[cfg_attr(feature = "serde", serde(default))]
     pub readers: Option<u32>,
+    /// Who holds it, where the holder said so and the answer looked for it:
+    /// [`Operator::holders`](crate::Operator::holders) and a backend's
+    /// [`who_holds`](crate::backend::LockBackend::who_holds) do; lookups do in clients that write owners themselves. Of
+    /// a key that readers share it is the one whose lease ends last. As the holder wrote it: text of somebody else's,
+    /// which [`who`](Self::who) has for a line.
+    #[cfg_attr(feature = "serde", serde(default, skip_serializing_if = "Option::is_none"))]
+    pub owner: Option<String>,
+    /// What for, under the same terms.
+    #[cfg_attr(feature = "serde", serde(default, skip_serializing_if = "Option::is_none"))]
+    pub note: Option<String>,
 }
 
-/// What a waiter can say of whoever holds the key it waits for.
+/// What a waiter knows of the holder of the key that it waits for.
 ///
 /// ```
 /// use std::time::Duration;
@@ -99,8 +109,8 @@ impl Holder {
 #[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LockInfoRaw {
-    /// The caller's key, in NFC. For a permit its [guard's](crate::LockGuard::key), but where
-    /// [`Operator`](crate::Operator) answers the semaphore's name.
+    /// The caller's key, in NFC. For a permit its [guard's](crate::LockGuard::key);
+    /// [`Operator`](crate::Operator) returns the semaphore's name.
     pub key: String,
     /// Which of its semaphore's permits it is; `None` for a lock.
     pub permit: Option<u32>,
@@ -116,6 +126,10 @@ pub struct LockInfoRaw {
     pub shared: bool,
     /// How many readers share the key, where that is known.
     pub readers: Option<u32>,
+    /// Who holds it, as in [`LockInfo::owner`].
+    pub owner: Option<String>,
+    /// What for.
+    pub note: Option<String>,
 }
 
 impl LockInfoRaw {
@@ -123,7 +137,25 @@ impl LockInfoRaw {
     #[must_use]
     pub fn new(key: String, lock_id: String, expires_at_ms: i64, acquired_at_ms: i64, fence: Fence) -> Self {
         let permit = permit_of(&key).map(|(_, number)| number);
-        Self { key, permit, lock_id, expires_at_ms, acquired_at_ms, fence, shared: false, readers: None }
+        Self {
+            key,
+            permit,
+            lock_id,
+            expires_at_ms,
+            acquired_at_ms,
+            fence,
+            shared: false,
+            readers: None,
+            owner: None,
+            note: None,
+        }
+    }
+
+    /// The same lease, with what its holder says of itself.
+    #[must_use]
+    pub fn labelled(mut self, owner: Option<String>, note: Option<String>) -> Self {
+        (self.owner, self.note) = (owner, note);
+        self
     }
 
     /// The same lease, a permit under its semaphore's name.
@@ -153,6 +185,8 @@ impl LockInfoRaw {
             fence: self.fence,
             shared: self.shared,
             readers: self.readers,
+            owner: self.owner.clone(),
+            note: self.note.clone(),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The port: what a backend must do, and the contract it is held to.
+//! The port: what a backend must do, and the contract that it must fulfil.
 //!
 //! Everything above this module (waiting, guards, renewal, telemetry, diagnostics) knows backends
 //! only through [`LockBackend`]; everything below it implements it.
@@ -22,26 +22,28 @@
 //!    answer a [`Version`], and only a change that names the newest one may shorten a lease. A backend whose
 //!    calls are carried out before they return, or never, needs no versions.
 //! 9. **Cancellation.** A fired token ends a call with `Aborted`, before anything is written or not at all.
-//! 10. **All or none.** Of several keys that are asked for at once all are granted or none, and the
-//!     leases are granted at one moment. A backend may refuse to take several at all.
+//! 10. **All or none.** Of several keys in one request, all are granted or none, and the
+//!     leases are granted at the same moment. A backend may refuse to take several at all.
+//! 11. **Labels are the grant's.** An owner and a note are written with the grant, in the same step, and shown for
+//!     that grant alone: never for another holder. Nothing is decided by them, and a backend may leave them out.
 //!
 //! # Writing a backend
 //!
-//! `examples/own_backend.rs` in the repository is a whole one, in memory and with the reasons beside the
+//! `examples/own_backend.rs` in the repository is a complete one, in memory and with the reasons beside the
 //! code; it passes the suite below. What to write:
 //!
 //! 1. The five operations and [`capabilities`](LockBackend::capabilities); also
-//!    [`lookup_raw`](LockBackend::lookup_raw), from which `lookup` is then made by
-//!    [`LockInfoRaw::sanitized`], where raw keys may be shown for debugging.
+//!    [`lookup_raw`](LockBackend::lookup_raw) if raw keys may be shown for debugging: `lookup` is then
+//!    its answer after [`LockInfoRaw::sanitized`].
 //! 2. [`attempt`](LockBackend::attempt): guards use it, and its default is not idempotent. `acquire` is then
 //!    an attempt with an id from [`generate_lock_id`]. Where messages can be late,
 //!    [`grant`](LockBackend::grant) and [`prolong`](LockBackend::prolong) as well: see 8.
 //! 3. [`operation_timeout`](LockBackend::operation_timeout), and
-//!    [`clock`](LockBackend::clock) where tests are to move the time. The other methods have defaults that
-//!    fulfil the contract; override `prolong`, `release_by` and `holder` where a call may take long, for
-//!    the defaults look at the deadline only once, and `renew` where many leases can be renewed at once.
+//!    [`clock`](LockBackend::clock) if tests are to move the time. The other methods have defaults that
+//!    fulfil the contract; override `prolong`, `release_by` and `holder` if a call may take long, because
+//!    the defaults check the deadline only once, and `renew` if many leases can be renewed at once.
 //!
-//! What to use: [`normalize_and_validate_key`](crate::normalize_and_validate_key) and
+//! Use [`normalize_and_validate_key`](crate::normalize_and_validate_key) and
 //! [`make_storage_key`](crate::make_storage_key) for keys, [`validate_lock_id`](crate::validate_lock_id) for
 //! ids, [`validate_ttl`] for ttls, [`is_live`](crate::is_live) with
 //! [`TIME_TOLERANCE_MS`](crate::TIME_TOLERANCE_MS) for every judgement, [`Fence::following`] before the
@@ -53,11 +55,13 @@
 mod course;
 mod forward;
 mod info;
+mod label;
 mod once;
 mod outcome;
 mod permits;
 mod several;
 mod shared;
+mod turns;
 mod watch;
 
 use std::time::Duration;
@@ -71,6 +75,7 @@ use crate::model::time::Ttl;
 pub use crate::model::time::{Clock, Moment};
 pub use course::{Connections, LockCourse, LockEnding, LockKind, LockStage};
 pub use info::{Capabilities, Holder, LockInfo, LockInfoRaw, Lookup, TimeAuthority};
+pub use label::{HeldBy, Label, MAX_NOTE_BYTES};
 pub use once::{BeginOutcome, BeginRun, BegunRun, MarkOutcome, MarkRun, MarkStep, Slot};
 pub use outcome::{
     AcquireResult, Acquired, Attempt, ExtendOutcome, ExtendResult, Grant, LostReason, Reason, ReleaseOutcome,
@@ -79,12 +84,15 @@ pub use outcome::{
 pub use permits::{PermitAttempt, PermitGrant};
 pub use several::{AttemptAll, GrantAll, MAX_KEYS};
 pub use shared::{Intent, SharedAttempt};
+pub use turns::{Turn, TurnAttempt};
 pub use watch::{Heard, OnHeard, Watch};
 
+pub(crate) use label::{Words, check_text};
 pub(crate) use several::{check_count, check_set, no_keys};
+pub(crate) use turns::LONGEST_TICKET_MS;
 
 /// A fresh lock id, for a backend's own [`acquire`](LockBackend::acquire): 128 bits from the operating
-/// system, 22 characters. Without random numbers it is an error (`Internal`), for whoever guesses an id
+/// system, 22 characters. Without random numbers it is an error (`Internal`), because anybody who guesses an id
 /// can release the lock.
 ///
 /// ```
@@ -96,8 +104,8 @@ pub fn generate_lock_id() -> Result<String> {
     Ok(LockId::generate()?.as_str().to_owned())
 }
 
-/// A fresh lock id for a reader, for [`LockBackend::grant_shared`]: as random as any other, and of a form that those
-/// never have, so that who is given an id alone knows where to look for it.
+/// A fresh lock id for a reader, for [`LockBackend::grant_shared`]: as random as any other, and of a form that other
+/// ids never have, so that the id alone says where to look for it.
 ///
 /// ```
 /// let id = syncguard::backend::generate_shared_lock_id()?;
@@ -124,7 +132,7 @@ fn in_time<B: LockBackend + ?Sized>(backend: &B, deadline: Moment) -> Result<()>
 }
 
 /// For the defaults: why no fence can be checked in a transaction.
-fn outside_the_database() -> LockError {
+pub(crate) fn outside_the_database() -> LockError {
     LockError::invalid(
         "this backend keeps its leases outside the database of the transaction: store the fence beside the data instead",
     )
@@ -148,8 +156,8 @@ fn no_runs() -> LockError {
 ///
 /// # Cancellation
 ///
-/// A call that is given a token ends when that fires, before anything is written or not at all. The others
-/// are those of guards that end or are renewed, which nothing cancels.
+/// A call with a token ends when the token fires, before anything is written or not at all. Calls without one
+/// end or renew guards, and nothing cancels them.
 pub trait LockBackend: Send + Sync {
     /// Tries once to take the key for `ttl`.
     fn acquire(&self, key: &str, ttl: Duration, cancel: &CancelToken) -> Result<AcquireResult>;
@@ -196,44 +204,53 @@ pub trait LockBackend: Send + Sync {
     }
 
     /// Who holds a key, for a waiter that looks before it tries again and names the holder when its
-    /// time is over; `None` if nobody does. The default knows no more than [`is_locked`](LockBackend::is_locked).
+    /// time is over; `None` if nobody does. The default knows only what is known from [`is_locked`](LockBackend::is_locked).
     fn holder(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<Option<Holder>> {
         in_time(self, deadline)?;
         Ok(self.is_locked(key, cancel)?.then(Holder::default))
     }
 
+    /// Who holds a key, with owner and note if the holder gave them: for people, when a wait is over or a
+    /// leader is asked for. `None` if nobody does. For a key that readers share they are those of the reader whose
+    /// lease ends last. If owners cannot be read, the answer is without them, and not an error. The default is
+    /// [`lookup`](LockBackend::lookup).
+    fn who_holds(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<Option<HeldBy>> {
+        in_time(self, deadline)?;
+        Ok(self.lookup(Lookup::Key(key), cancel)?.map(|lease| HeldBy::new(lease, None)))
+    }
+
     /// Watches a key for a waiter that has waited for a while and may wait longer: `heard` is called
     /// when the key is released, in this process or another. The default watches nothing.
     ///
-    /// It is latency, never correctness: a waiter goes on looking, only more rarely while
-    /// [`is_listening`](Watch::is_listening). A call too many costs one request; one that never comes
-    /// costs time. Returns at once: what takes time is done on a thread of the backend's, and what
-    /// fails is tried again there. `None` if there is nothing to be had now; it may be asked for again.
+    /// It affects latency, never correctness: a waiter goes on looking, only more rarely while
+    /// [`is_listening`](Watch::is_listening). A superfluous call costs one request; a missing one
+    /// costs time. Returns at once: anything that takes time is done on a thread of the backend, and failures
+    /// are retried there. `None` if no watch is available now; the waiter may ask again.
     fn watch(&self, key: &str, heard: OnHeard) -> Option<Box<dyn Watch>> {
         let _ = (key, heard);
         None
     }
 
-    /// [`release`](LockBackend::release) that no token stops: for guards that end.
+    /// [`release`](LockBackend::release) that no token ends: for guards that end.
     fn release_by(&self, lock_id: &str, deadline: Moment) -> Result<ReleaseOutcome> {
         in_time(self, deadline)?;
         self.release(lock_id, &CancelToken::never())
     }
 
-    /// [`release_by`](LockBackend::release_by) of several leases, whose ids stand in the order of their
+    /// [`release_by`](LockBackend::release_by) of several leases, whose ids are in the order of their
     /// keys. One outcome per lease, in that order; after an error each of them may be released or not.
     /// The default releases them one by one.
     fn release_all(&self, lock_ids: &[&str], deadline: Moment) -> Result<Vec<ReleaseOutcome>> {
         lock_ids.iter().map(|lock_id| self.release_by(lock_id, deadline)).collect()
     }
 
-    /// Extends one lease of a guard, at its holder's wish. Waits for its row, and so never answers
-    /// [`Busy`](RenewOutcome::Busy). The new end is now plus the ttl. With another fence than this one the
-    /// lease is lost.
+    /// Extends one lease of a guard, at its holder's request. Waits for its row, and so never answers
+    /// [`Busy`](RenewOutcome::Busy). The new expiry is now plus the ttl. If the lease has a fence other than this
+    /// one, it is lost.
     ///
     /// A message that does not name the lease's newest version must not shorten it, for it may be a late
-    /// copy; a call whose shortening had no effect because of that asks again, with the version that it
-    /// was answered. The default extends by the id, whatever the version, and looks afterwards whose lease it
+    /// copy; a call whose shortening had no effect because of that asks again, with the version from the
+    /// answer. The default extends by the id, whatever the version, and checks afterwards whose lease it
     /// was: it is for backends without late messages.
     fn prolong(&self, lease: &Renewal<'_>, deadline: Moment) -> Result<RenewOutcome> {
         let never = CancelToken::never();
@@ -257,8 +274,8 @@ pub trait LockBackend: Send + Sync {
     }
 
     /// Extends many leases of guards, in as few round trips as possible, on resources that a busy client
-    /// cannot exhaust. One outcome per lease, in order; an `Err` says nothing about the lease. What does not
-    /// name the newest version only lengthens, and is not asked for again: the next renewal will.
+    /// cannot exhaust. One outcome per lease, in order; an `Err` says nothing about the lease. A renewal that does
+    /// not name the newest version only lengthens, and is not repeated: the next renewal takes care of it.
     /// The default [prolongs](LockBackend::prolong) them one by one.
     fn renew(&self, leases: &[Renewal<'_>], deadline: Moment) -> Vec<Result<RenewOutcome>> {
         leases.iter().map(|lease| self.prolong(lease, deadline)).collect()
@@ -273,18 +290,18 @@ pub trait LockBackend: Send + Sync {
         in_time(self, deadline)
     }
 
-    /// No guard is renewed any more: what [`reserve_renewals`](Self::reserve_renewals) keeps may be used for
+    /// No guard is renewed any more: resources kept by [`reserve_renewals`](Self::reserve_renewals) may be used for
     /// something else. Returns whether anything is kept at all; a backend that says no is not asked again.
     fn unreserve_renewals(&self) -> bool {
         false
     }
 
     /// Tries once to take any permit of a semaphore: a lease on the key that is the name, U+2126 and a number
-    /// from 1 to the limit, with a fence and a counter of its own. All that is done with a lease by its id is
-    /// done with a permit's, and guards name its key to [`prolong`](Self::prolong) and [`renew`](Self::renew).
+    /// from 1 to the limit, with a fence and a counter of its own. Every operation on a lease by its id
+    /// works on a permit's, too, and guards name its key to [`prolong`](Self::prolong) and [`renew`](Self::renew).
     ///
     /// Idempotent by lock id, as [`attempt`](Self::attempt). `None` means that each permit was held, or being
-    /// decided about by another, at some moment of the call. A limit of 0 or above
+    /// taken by another, at some moment of the call. A limit of 0 or above
     /// [`MAX_PERMITS`](crate::MAX_PERMITS) is `InvalidArgument`; so is every call of the default, for a
     /// backend without permits.
     fn grant_permit(&self, attempt: &PermitAttempt<'_>, cancel: &CancelToken) -> Result<Option<PermitGrant>> {
@@ -304,15 +321,15 @@ pub trait LockBackend: Send + Sync {
         Err(permits::no_permits())
     }
 
-    /// [`release_by`](Self::release_by) for a permit of this semaphore: whoever [watches](Self::watch) a key
-    /// that is the semaphore's name is told, for any of its permits will do. The default does not know them.
+    /// [`release_by`](Self::release_by) for a permit of this semaphore: [watchers](Self::watch) of a key
+    /// that is the semaphore's name are notified, because any of its permits will do. The default notifies nobody.
     fn release_permit(&self, semaphore: &str, lock_id: &str, deadline: Moment) -> Result<ReleaseOutcome> {
         let _ = semaphore;
         self.release_by(lock_id, deadline)
     }
 
     /// [`lookup`](LockBackend::lookup) with the raw key and id, for the `*_raw` helpers alone.
-    /// **Sensitive**: to be called for debugging by hand and nothing else.
+    /// **Sensitive**: for debugging by hand only.
     /// The default refuses it.
     fn lookup_raw(&self, what: Lookup<'_>, cancel: &CancelToken) -> Result<Option<LockInfoRaw>> {
         let _ = (what, cancel);
@@ -338,13 +355,14 @@ pub trait LockBackend: Send + Sync {
         Err(outside_the_database())
     }
 
-    /// Tries once to share a key with its other readers. While one of them has it no other kind of lease of the key is
-    /// granted, and while another lease has it no reader is.
+    /// Tries once to share a key with its other readers. While a reader has the key no other kind of lease of the key
+    /// is granted, and while another lease has it no reader is granted.
     ///
-    /// All readers that have a key at one time have one fence, above those of all grants before: "no writer since".
-    /// All that is done with a lease by its id is done with a reader's; guards say in [`Renewal::shared`] that it is
-    /// one. Releasing the last of them frees the key. A reader is refused while a writer waits that has
-    /// [announced](Self::announce) itself and has waited longer.
+    /// All readers that have a key at the same time have one fence, above those of all earlier grants: "no writer
+    /// since". Every operation on a lease by its id works on a reader's, too; guards say in [`Renewal::shared`] that
+    /// it is one. Releasing the last of them frees the key. A reader is refused while a writer that has
+    /// [announced](Self::announce) itself waits and has waited longer; an announcement that claims to last for more than
+    /// five seconds does not count.
     ///
     /// Idempotent by lock id, as [`attempt`](Self::attempt). An id that is not one of
     /// [`generate_shared_lock_id`] is `InvalidArgument`; so is every call of the default, for a backend without shared
@@ -360,14 +378,38 @@ pub trait LockBackend: Send + Sync {
         self.release_by(lock_id, deadline)
     }
 
-    /// Announces that a writer waits for a key that is shared. It is a help, never a promise: readers that yield
-    /// wait no longer than it lasts. The default announces nothing.
+    /// [`grant`](LockBackend::grant) for a caller that asks to be served in order: also refused while a live ticket is
+    /// ahead.
+    ///
+    /// [`announce`](LockBackend::announce) writes tickets. A ticket is live until it ends, but one that claims to
+    /// last for more than five seconds is not. Tickets with a greater priority are ahead; of the same priority, those
+    /// that have waited longer by what was written for them, this one included; of the same wait, those with the smaller
+    /// id. A caller without a ticket counts from the time that it states. A ticket delays only callers that ask for
+    /// their turn.
+    ///
+    /// A grant ends the ticket, and writes that of [`next`](TurnAttempt::next) in the same step. Idempotent by lock id,
+    /// as [`attempt`](Self::attempt), whatever tickets are ahead by then. The default refuses.
+    fn grant_in_turn(&self, attempt: &TurnAttempt<'_>, cancel: &CancelToken) -> Result<Option<Grant>> {
+        let _ = (attempt, cancel);
+        Err(turns::no_turns())
+    }
+
+    /// Who has the key, and how many live tickets are ahead of this one, which may not be there yet. Reads only.
+    fn turn(&self, ticket: &Intent<'_>, deadline: Moment, cancel: &CancelToken) -> Result<Turn> {
+        let _ = (ticket, deadline, cancel);
+        Err(turns::no_turns())
+    }
+
+    /// Announces that somebody waits for a key: a writer that finds it shared, or whoever wants to be served in order. It
+    /// is a help, never a promise: who yields waits no longer than it lasts. Said again, it lasts longer, and may become
+    /// older but never younger: the first message may have been slow, and the clock may have been set back. The default
+    /// announces nothing.
     fn announce(&self, intent: &Intent<'_>, deadline: Moment) -> Result<()> {
         let _ = (intent, deadline);
         Ok(())
     }
 
-    /// Takes an announcement back: its writer waits no more. The default does nothing.
+    /// Withdraws an announcement: whoever made it no longer waits. The default does nothing.
     fn withdraw(&self, id: &str, deadline: Moment) -> Result<()> {
         let _ = (id, deadline);
         Ok(())
@@ -382,10 +424,10 @@ pub trait LockBackend: Send + Sync {
 
     /// Begins a run of a job: takes the lease of its name, unless its slot is done.
     ///
-    /// In one step, by one clock that is read after all waits: the slot that is current, its mark, the lease.
-    /// A slot whose mark comes while this goes on is done. Idempotent by lock id, as
-    /// [`attempt`](LockBackend::attempt): the same begin again answers with the slot of the first one's grant. The
-    /// mark only grows, in a counter of its own for each kind of slot, and survives whatever counters survive.
+    /// One step, by one clock that is read after all waits, decides on the current slot, its mark and the lease.
+    /// A slot that is marked meanwhile is done. Idempotent by lock id, as
+    /// [`attempt`](LockBackend::attempt): repeating the same begin answers with the slot of the first grant. The
+    /// mark only grows, in a counter of its own for each kind of slot, and lasts as long as counters do.
     ///
     /// The default is `InvalidArgument`, as that of [`mark_run`](LockBackend::mark_run): a backend has both or
     /// neither.
@@ -426,7 +468,7 @@ pub trait LockBackend: Send + Sync {
         Clock::system()
     }
 
-    /// How long a single operation may take: what guards use for calls that have no deadline of
+    /// How long a single operation may take: guards use it for calls that have no deadline of
     /// their own.
     fn operation_timeout(&self) -> Duration {
         Duration::from_secs(5)

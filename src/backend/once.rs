@@ -1,4 +1,4 @@
-//! Jobs that run once per slot: what a slot is, what is asked of a backend, and what it answers.
+//! Jobs that run once per slot: slots, and the requests and answers of a backend.
 
 use std::fmt;
 use std::time::Duration;
@@ -8,9 +8,9 @@ use crate::error::{LockError, Result};
 use crate::model::fence::{FENCE_MAX, Fence};
 use crate::model::hash::hash_key;
 
-/// Which slot a job is to run for: the current period by the server's clock, or a number of the caller's.
+/// The slot that a job is to run for: the current period by the server's clock, or a number of the caller's.
 ///
-/// Each of the two kinds has a mark of its own, so that a job that changes from one to the other begins anew.
+/// Each of the two kinds has a mark of its own, so a job that changes from one to the other begins anew.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[must_use = "a slot does nothing until it is passed to run_once"]
 pub struct Slot {
@@ -28,8 +28,8 @@ impl Slot {
     /// The current period, by the server's clock: 1 ms or longer, in whole milliseconds, a fraction cut off.
     ///
     /// Its number is the clock divided by the period, rounded down: periods are counted from
-    /// 1970-01-01T00:00:00Z, so those of a day begin at midnight UTC. What marks it as done is the *start* of the
-    /// period in Unix milliseconds, which grows also when the period is changed.
+    /// 1970-01-01T00:00:00Z, so periods of a day begin at midnight UTC. The mark of a done slot is the *start* of the
+    /// period in Unix milliseconds, which grows even if the length of the period is changed.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -97,7 +97,7 @@ impl Slot {
         }
     }
 
-    /// What marks the slot at this time of the server's clock as done: the start of its period, both in Unix
+    /// The mark of the slot at this time of the server's clock: the start of its period, both in Unix
     /// milliseconds, or the caller's number. For backends, after [`check`](Self::check).
     ///
     /// ```
@@ -189,7 +189,7 @@ impl<'a> BeginRun<'a> {
     }
 }
 
-/// What a backend answers to the begin of a run.
+/// The answer of a backend to the begin of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum BeginOutcome {
@@ -264,12 +264,12 @@ pub enum MarkStep {
     /// After the job. Durable, while the lease is the run's and lives; ends the lease. All or nothing.
     Finish,
     /// After a job that marked its slot in a transaction of its own: ends the lease if the mark is there. Never
-    /// writes the mark. Where it is not there, the lease stays: ended by a call that is asked again after a lost
-    /// answer, another run's mark would be taken for its own.
+    /// writes the mark. If the mark is not there, the lease stays: if the call ended it and were repeated after a lost
+    /// answer, another run's mark could be taken for its own.
     Verify,
 }
 
-/// What became of the mark.
+/// The state of the mark.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum MarkOutcome {

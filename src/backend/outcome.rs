@@ -1,8 +1,9 @@
-//! What is asked of a backend, and what it answers.
+//! The requests to a backend, and its answers.
 
 use std::fmt;
 use std::time::Duration;
 
+use crate::backend::label::Label;
 use crate::model::fence::Fence;
 use crate::model::hash::hash_key;
 use crate::model::time::Moment;
@@ -19,13 +20,22 @@ pub struct Attempt<'a> {
     pub ttl: Duration,
     /// When the attempt must have returned.
     pub deadline: Moment,
+    /// What the holder says of itself: written with the grant, in one step.
+    pub label: Label<'a>,
 }
 
 impl<'a> Attempt<'a> {
     /// An attempt to take `key` under this id.
     #[must_use]
     pub const fn new(key: &'a str, lock_id: &'a str, ttl: Duration, deadline: Moment) -> Self {
-        Self { key, lock_id, ttl, deadline }
+        Self { key, lock_id, ttl, deadline, label: Label { owner: None, note: None } }
+    }
+
+    /// The same, by a holder that says this of itself.
+    #[must_use]
+    pub const fn with_label(mut self, label: Label<'a>) -> Self {
+        self.label = label;
+        self
     }
 }
 
@@ -38,9 +48,9 @@ impl fmt::Debug for Attempt<'_> {
     }
 }
 
-/// Which of a lease's states a change replaces: another one after every write, and none twice.
+/// The state of a lease that a change replaces: different after every write, and never repeated.
 ///
-/// It is the backend's own number. Only equality means something.
+/// It is the backend's own number, to be compared for equality only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Version(u64);
 
@@ -69,7 +79,7 @@ pub struct Grant {
 }
 
 impl Grant {
-    /// A grant of a backend that has versions, or of one that has none.
+    /// A grant, with its version or without one.
     #[must_use]
     pub const fn new(acquired: Acquired, version: Option<Version>) -> Self {
         Self { acquired, version }
@@ -86,7 +96,7 @@ impl From<Option<Grant>> for AcquireResult {
 #[derive(Clone, Copy)]
 #[non_exhaustive]
 pub struct Renewal<'a> {
-    /// The key, to tell who has taken a lost lease over.
+    /// The key, to find out who has taken over a lost lease.
     pub key: &'a str,
     /// The lease.
     pub lock_id: &'a str,
@@ -131,7 +141,7 @@ impl fmt::Debug for Renewal<'_> {
     }
 }
 
-/// What an acquire answers.
+/// The answer of an acquire.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[must_use = "a granted lease stays held until it is released or its ttl is over"]
 pub enum AcquireResult {
@@ -164,7 +174,7 @@ impl AcquireResult {
 /// A granted lease.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Acquired {
-    /// What extends and releases the lease: 22 characters. Whoever knows it can release the lock.
+    /// The id that extends and releases the lease: 22 characters. Whoever knows it can release the lock.
     pub lock_id: String,
     /// The grant's fence.
     pub fence: Fence,
@@ -207,7 +217,7 @@ impl Reason {
     }
 }
 
-/// What a backend answers to a release.
+/// The answer of a backend to a release.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ReleaseOutcome {
@@ -217,7 +227,7 @@ pub enum ReleaseOutcome {
     NotHeld(Option<Reason>),
 }
 
-/// What a backend answers to an extend.
+/// The answer of a backend to an extend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ExtendOutcome {
@@ -230,7 +240,7 @@ pub enum ExtendOutcome {
     NotHeld(Option<Reason>),
 }
 
-/// What the client answers to a release.
+/// The answer of the client to a release.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(rename_all = "snake_case"))]
 pub enum ReleaseResult {
@@ -240,7 +250,7 @@ pub enum ReleaseResult {
     NotHeld,
 }
 
-/// What the client answers to an extend.
+/// The answer of the client to an extend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use = "NotHeld means that the lock is lost"]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(rename_all = "snake_case"))]
@@ -272,7 +282,7 @@ impl From<ExtendOutcome> for ExtendResult {
     }
 }
 
-/// What became of a lease that was to be renewed.
+/// The result of a renewal for one lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RenewOutcome {
@@ -335,7 +345,7 @@ impl fmt::Display for LostReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Expired => f.write_str("the lease expired before it was renewed"),
-            Self::TakenOver { fence } => write!(f, "a newer holder has fence {fence}"),
+            Self::TakenOver { fence } => write!(f, "a newer holder has fencing token {fence}"),
             Self::RowMissing => f.write_str("the lease's row is gone"),
             Self::Unreachable => f.write_str("the server did not answer before the lease was over"),
             Self::RenewalRefused => f.write_str("the server refused its renewals until the lease was over"),

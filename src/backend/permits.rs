@@ -1,8 +1,9 @@
-//! What a backend is asked about permits, and what it answers.
+//! The requests to a backend for permits, and its answers.
 
 use std::fmt;
 use std::time::Duration;
 
+use crate::backend::label::Label;
 use crate::backend::outcome::Grant;
 use crate::error::LockError;
 use crate::model::hash::hash_key;
@@ -22,6 +23,8 @@ pub struct PermitAttempt<'a> {
     pub ttl: Duration,
     /// When the attempt must have returned.
     pub deadline: Moment,
+    /// What the holder says of itself: written with the grant, in one step.
+    pub label: Label<'a>,
 }
 
 impl<'a> PermitAttempt<'a> {
@@ -34,7 +37,14 @@ impl<'a> PermitAttempt<'a> {
         ttl: Duration,
         deadline: Moment,
     ) -> Self {
-        Self { semaphore, limit, lock_id, ttl, deadline }
+        Self { semaphore, limit, lock_id, ttl, deadline, label: Label { owner: None, note: None } }
+    }
+
+    /// The same, by a holder that says this of itself.
+    #[must_use]
+    pub const fn with_label(mut self, label: Label<'a>) -> Self {
+        self.label = label;
+        self
     }
 }
 

@@ -1,9 +1,10 @@
-//! What is asked of a backend for several keys at once, and what it answers.
+//! The requests to a backend for several keys at once, and its answers.
 
 use std::fmt;
 use std::time::Duration;
 
 use crate::backend::info::Holder;
+use crate::backend::label::Label;
 use crate::backend::outcome::Grant;
 use crate::error::{LockError, Result};
 use crate::model::time::Moment;
@@ -22,13 +23,22 @@ pub struct AttemptAll<'a> {
     pub ttl: Duration,
     /// When the attempt must have returned.
     pub deadline: Moment,
+    /// What the holder says of itself: written with the grant, for each of the leases.
+    pub label: Label<'a>,
 }
 
 impl<'a> AttemptAll<'a> {
     /// An attempt to take these `(key, lock id)`.
     #[must_use]
     pub const fn new(leases: &'a [(&'a str, &'a str)], ttl: Duration, deadline: Moment) -> Self {
-        Self { leases, ttl, deadline }
+        Self { leases, ttl, deadline, label: Label { owner: None, note: None } }
+    }
+
+    /// The same, by a holder that says this of itself.
+    #[must_use]
+    pub const fn with_label(mut self, label: Label<'a>) -> Self {
+        self.label = label;
+        self
     }
 }
 
@@ -41,7 +51,7 @@ impl fmt::Debug for AttemptAll<'_> {
     }
 }
 
-/// What an attempt to take several keys answers.
+/// The answer of an attempt to take several keys.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 #[must_use = "granted leases stay held until they are released or their ttl is over"]
@@ -50,7 +60,7 @@ pub enum GrantAll {
     Granted(Vec<Grant>),
     /// None of them.
     Held {
-        /// The place in the attempt of a key that is in the way.
+        /// The index, in the attempt, of a key that is in the way.
         index: usize,
         /// Who holds that key, as far as it is known.
         holder: Holder,

@@ -1,4 +1,4 @@
-//! What a backend is asked about shared leases, and what it answers.
+//! The requests to a backend for shared leases, and its answers.
 
 use std::fmt;
 use std::time::Duration;
@@ -14,12 +14,12 @@ pub struct SharedAttempt<'a> {
     /// The key, the lease's id, which is one of [`generate_shared_lock_id`](crate::backend::generate_shared_lock_id),
     /// its ttl, and the deadline.
     pub attempt: Attempt<'a>,
-    /// For how long it has been waited for the key: the reader yields to writers that have waited longer.
+    /// How long the reader has waited for the key: it yields to writers that have waited longer.
     pub waited: Duration,
 }
 
 impl<'a> SharedAttempt<'a> {
-    /// An attempt of a reader that has waited for so long.
+    /// An attempt of a reader that has waited for this long.
     #[must_use]
     pub const fn new(attempt: Attempt<'a>, waited: Duration) -> Self {
         Self { attempt, waited }
@@ -32,7 +32,8 @@ impl fmt::Debug for SharedAttempt<'_> {
     }
 }
 
-/// That a writer waits for a key which its readers share.
+/// The announcement that somebody waits for a key: a writer beside readers, which yield to it, or a waiter that asked to be
+/// served in order, whose intent is its *ticket*.
 #[derive(Clone, Copy)]
 #[non_exhaustive]
 pub struct Intent<'a> {
@@ -40,17 +41,28 @@ pub struct Intent<'a> {
     pub key: &'a str,
     /// An id of its own, the same for the whole wait.
     pub id: &'a str,
-    /// For how long the writer has waited.
+    /// How long it has waited.
     pub waited: Duration,
-    /// For how long readers are to yield to it, unless it is said again.
+    /// How long others are to yield to it, unless it is announced again.
     pub lasts: Duration,
+    /// Who has more comes first. Only for who asks to be served in order.
+    pub priority: i32,
+    /// What operators are shown.
+    pub note: Option<&'a str>,
 }
 
 impl<'a> Intent<'a> {
     /// The intent with this id.
     #[must_use]
     pub const fn new(key: &'a str, id: &'a str, waited: Duration, lasts: Duration) -> Self {
-        Self { key, id, waited, lasts }
+        Self { key, id, waited, lasts, priority: 0, note: None }
+    }
+
+    /// The same with a priority, and a note for operators.
+    #[must_use]
+    pub const fn with_priority(mut self, priority: i32, note: Option<&'a str>) -> Self {
+        (self.priority, self.note) = (priority, note);
+        self
     }
 }
 

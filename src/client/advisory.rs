@@ -24,10 +24,10 @@ impl PgLockClient {
     /// Tries once to take a session lock: PostgreSQL's advisory lock, which needs no table and ends
     /// with its connection. `None` if another session holds the key.
     ///
-    /// The guard keeps one of the client's `max_connections` connections until it ends: they are the
-    /// limit of how many session locks a client holds at once. Holding two keys at once invites
+    /// The guard keeps one of the client's `max_connections` connections until it ends: they limit
+    /// how many session locks a client can hold at once. Holding two keys at once risks a
     /// deadlock, which only the timeouts of waiting calls end: take them in one order, or only try
-    /// for the second. Whether a lease would serve better: `docs/which-lock.md`.
+    /// for the second. On whether a lease would serve better, see [`docs/which-lock.md`](https://docs.rs/crate/syncguard/latest/source/docs/which-lock.md).
     ///
     /// ```no_run
     /// use syncguard::{AdvisoryKey, PgLockClient};
@@ -75,8 +75,8 @@ impl PgLockClient {
     /// Waits for a session lock; see [`try_advisory_lock_with`](Self::try_advisory_lock_with).
     ///
     /// Threads of this client that want the same key are served in the order in which they came; between
-    /// processes chance decides. A waiter keeps no connection and no statement waits in the server: it
-    /// asks again after pauses of at most 50 ms.
+    /// processes chance decides. A waiter keeps no connection, and no statement waits in the server: it
+    /// tries again after pauses of at most 50 ms.
     ///
     /// ```no_run
     /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
@@ -99,7 +99,7 @@ impl PgLockClient {
     }
 
     /// The sessions that hold advisory locks of this database, whatever program took them. The role
-    /// sees names and states of its own sessions; of others' with `pg_read_all_stats`.
+    /// sees names and states of its own sessions; those of others with `pg_read_all_stats`.
     ///
     /// ```no_run
     /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
@@ -113,7 +113,7 @@ impl PgLockClient {
     }
 
     /// The sessions that wait in the server for advisory locks of this database. Waiters of this
-    /// library wait in their own process and are not among them, but for acquires of leases.
+    /// library wait in their own process and are not among them, except for acquires of leases.
     ///
     /// ```no_run
     /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
@@ -125,10 +125,10 @@ impl PgLockClient {
     }
 
     /// Ends the session with this server process, if it holds or waits for an advisory lock of this
-    /// database: its locks are free then. Whether it was told to end; it does so within moments.
+    /// database: its locks are then free. Returns whether it was told to end; it does so within moments.
     ///
-    /// Needs the role of that session, or membership in `pg_signal_backend`; a superuser's session
-    /// only a superuser can end.
+    /// Needs the role of that session, or membership in `pg_signal_backend`; only a superuser can end
+    /// a superuser's session.
     ///
     /// ```no_run
     /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;

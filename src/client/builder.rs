@@ -1,4 +1,4 @@
-//! How a client is built: everything that can be chosen, and checked before anything is sent.
+//! How a client is built: all settings, checked before anything is sent.
 
 use std::fmt;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use tokio_postgres::Socket;
 use tokio_postgres::tls::{MakeTlsConnect, TlsConnect};
 
 use crate::advisory::SessionLocks;
-use crate::backend::LockBackend;
+use crate::backend::{LockBackend, check_text};
 use crate::client::PgLockClient;
 use crate::error::{LockError, Result};
 use crate::leases::{PostgresBackend, Settings, TableNames};
@@ -20,8 +20,8 @@ use crate::pg::{ConnectionSettings, Connector, Database, Environment, Source};
 use crate::telemetry::{TelemetryOptions, with_telemetry};
 use crate::threads::UserValue;
 
-/// What a [`PgLockClient`] is built with. Setters never fail: what is wrong is said by
-/// [`connect`](Self::connect) and its kin, before anything is sent.
+/// The settings of a [`PgLockClient`]. Setters never fail: errors are reported by
+/// [`connect`](Self::connect) and its variants, before anything is sent.
 ///
 /// # Blocking
 ///
@@ -50,6 +50,7 @@ pub struct PgLockClientBuilder {
     dispose_timeout: Duration,
     on_release_error: Option<OnReleaseError>,
     telemetry: Option<TelemetryOptions>,
+    owner: Option<String>,
     maintenance: Option<Arc<dyn Fn(Duration) -> Result<Connector> + Send + Sync>>,
 }
 
@@ -71,6 +72,7 @@ impl Default for PgLockClientBuilder {
             dispose_timeout: Duration::from_secs(5),
             on_release_error: None,
             telemetry: None,
+            owner: None,
             maintenance: None,
         }
     }
@@ -88,7 +90,7 @@ impl PgLockClientBuilder {
         self
     }
 
-    /// The table of the fence counters; another than the leases'. Default `syncguard_fence_counters`.
+    /// The table of the fence counters; it must differ from that of the leases. Default `syncguard_fence_counters`.
     ///
     /// ```
     /// let builder = syncguard::PgLockClient::builder()
@@ -114,8 +116,8 @@ impl PgLockClientBuilder {
         self
     }
 
-    /// Whether setup makes the optional table, too: building the client, unless
-    /// [`auto_create_tables(false)`](Self::auto_create_tables) leaves that out, and
+    /// Whether setup creates the optional table, too: when the client is built, unless
+    /// [`auto_create_tables(false)`](Self::auto_create_tables) is set, and by
     /// [`setup_schema`](PgLockClient::setup_schema). Default false.
     ///
     /// ```
@@ -170,10 +172,10 @@ impl PgLockClientBuilder {
     /// more than 2 s, has such rows deleted: afterwards, on another thread, at most 100 rows and at
     /// most once a second. Default false.
     ///
-    /// The price: `is_locked` is no longer a pure read (it needs `DELETE`, and causes writes), and a
+    /// The drawbacks: `is_locked` is no longer a pure read (it needs `DELETE`, and causes writes), and a
     /// late release or extend finds nothing rather than an expired row, which telemetry reports as
     /// `not-found` instead of `expired`. Tests must not rely on expired rows staying. A cron job
-    /// with [`Operator::cleanup_expired`](crate::Operator::cleanup_expired) does the same without these.
+    /// with [`Operator::cleanup_expired`](crate::Operator::cleanup_expired) does the same without these drawbacks.
     ///
     /// ```
     /// let builder = syncguard::PgLockClient::builder().cleanup_in_is_locked(true);
@@ -194,7 +196,7 @@ impl PgLockClientBuilder {
         self
     }
 
-    /// How long one call waits for a free connection, or for a new one, at most. Default 5 s. It is
+    /// The longest time that one call waits for a free connection, or for a new one. Default 5 s. It is
     /// part of the call's own time, not added to it. Name server, handshakes and every host of a
     /// list are within it.
     ///
@@ -218,14 +220,14 @@ impl PgLockClientBuilder {
         self
     }
 
-    /// Whether this client's releases call those who wait for the key in other processes, and its own
-    /// waiters listen for such calls. Default true: a long wait ends within milliseconds of the release.
+    /// Whether this client's releases notify waiters for the key in other processes, and its own
+    /// waiters listen for such notifications. Default true: a long wait ends within milliseconds of the release.
     ///
-    /// Where nobody waits a release costs nearly the same, and sends nothing. While a thread of this
-    /// client waits for longer than a moment, the client has **one connection more**, beside
-    /// `max_connections`, and one thread; both end 5 s after the last such wait. With `false`, over a
+    /// If nobody waits, a release costs nearly the same, and sends nothing. While a thread of this
+    /// client waits for longer than a moment, the client has **one more connection**, beyond
+    /// `max_connections`, and one more thread; both end 5 s after the last such wait. With `false`, over a
     /// caller's pool, behind a pooler that shares sessions, and for waits beyond 256 keys at a time,
-    /// waiters look instead, as [`LockOptions::wake_ups`](crate::LockOptions::wake_ups) says.
+    /// waiters look at the key instead, as [`LockOptions::wake_ups`](crate::LockOptions::wake_ups) says.
     ///
     /// ```
     /// let builder = syncguard::PgLockClient::builder().wake_ups(false);
@@ -235,7 +237,7 @@ impl PgLockClientBuilder {
         self
     }
 
-    /// How long dropping a guard may take. Default 5 s. What is not released by then is released by
+    /// How long dropping a guard may take. Default 5 s. A lease that is not released by then is released by
     /// the worker, or ends with its ttl.
     ///
     /// ```
@@ -273,7 +275,7 @@ impl PgLockClientBuilder {
         self
     }
 
-    /// Has every operation reported as an event. Without it nothing is computed and no thread runs.
+    /// Reports every operation as an event. Without it nothing is computed and no thread runs.
     /// [`PgLockClient::telemetry`] then counts what was delivered and what was dropped.
     ///
     /// ```
@@ -287,8 +289,26 @@ impl PgLockClientBuilder {
         self
     }
 
+    /// Who this client is, in words for people: a host and a process, the name of a service; at most 1 KiB. Shown to
+    /// everybody who asks who has a key that this client holds: in the text of an `AcquisitionTimeout`, by
+    /// [`holders`](crate::Operator::holders) and [`leader`](PgLockClient::leader), in events. Default: none.
+    ///
+    /// It is written with each grant, in the same message, into the optional table of members, which setup then
+    /// creates, too: the role needs the rights on it that [`docs/security.md`](https://docs.rs/crate/syncguard/latest/source/docs/security.md) names. With
+    /// [`auto_create_tables(false)`](Self::auto_create_tables) locks fail with `InvalidArgument` while that table is
+    /// missing. It is not an identity: nothing is decided by it, anybody may say anything, and everybody who may read the
+    /// table can read it. To say what one lock is for, use [`LockOptions::note`](crate::LockOptions::note).
+    ///
+    /// ```
+    /// let builder = syncguard::PgLockClient::builder().owner(format!("invoices:{}", std::process::id()));
+    /// ```
+    pub fn owner(mut self, owner: impl Into<String>) -> Self {
+        self.owner = Some(owner.into());
+        self
+    }
+
     /// For [`build`](Self::build): how to open a connection of the client's own for renewals, so
-    /// that the caller's pool keeps all of its own.
+    /// that the caller's pool keeps all of its connections.
     ///
     /// ```no_run
     /// use syncguard::postgres::{Config, NoTls};
@@ -311,11 +331,11 @@ impl PgLockClientBuilder {
 
     /// Builds a client with a pool of its own, from `postgresql://…` or key=value pairs.
     ///
-    /// `sslmode`, `sslrootcert` and the other options of TLS mean what they mean in
-    /// [libpq](https://www.postgresql.org/docs/current/libpq-ssl.html), or are stricter, with the feature
-    /// `rustls` or `native-tls`; without one of them what asks for TLS is refused. A password, and how to
+    /// With the feature `rustls` or `native-tls`, `sslmode`, `sslrootcert` and the other options of TLS mean the same
+    /// as in [libpq](https://www.postgresql.org/docs/current/libpq-ssl.html), or are stricter; without these
+    /// features a string that asks for TLS is refused. A password, and how to
     /// encrypt, may also come from the environment (`PGPASSWORD`, `PGSSLMODE`, a passfile and so on).
-    /// `docs/connecting.md` has every option and every variable.
+    /// [`docs/connecting.md`](https://docs.rs/crate/syncguard/latest/source/docs/connecting.md) has every option and every variable.
     ///
     /// Errors as those of [`PgLockClient::connect`]; with
     /// [`auto_create_tables(false)`](Self::auto_create_tables) it does no I/O and fails only with
@@ -337,7 +357,7 @@ impl PgLockClientBuilder {
     /// arguments does: `PGHOST`, `PGPORT`, `PGDATABASE`, `PGUSER` and
     /// [the others](https://www.postgresql.org/docs/current/libpq-envars.html), with the same defaults.
     /// [`connect`](Self::connect) takes from the environment only a password and how to encrypt.
-    /// `docs/connecting.md` lists them.
+    /// [`docs/connecting.md`](https://docs.rs/crate/syncguard/latest/source/docs/connecting.md) lists them.
     ///
     /// Errors as those of [`PgLockClient::connect`]; variables that cannot be obeyed (`PGSERVICE`,
     /// `PGREQUIREAUTH`, `PGSSLCRL`) are `InvalidArgument`.
@@ -394,8 +414,8 @@ impl PgLockClientBuilder {
     /// `InvalidArgument`. The client cannot time out a driver's call on a connection that is not its
     /// own: the server's limits hold, and the pool's `connection_timeout`.
     ///
-    /// What the sessions carry (role, encoding, time zone, limits and so on) changes no answer. Only
-    /// notices do not reach the client, for they belong to whoever opened the connection: with
+    /// Settings of the sessions (role, encoding, time zone, limits and so on) change no answer. Only
+    /// notices do not reach the client, because they go to the opener of the connection: with
     /// [synchronous replication](https://www.postgresql.org/docs/current/warm-standby.html#SYNCHRONOUS-REPLICATION-HA)
     /// a commit whose wait for its standby was cancelled is reported as success.
     ///
@@ -442,6 +462,7 @@ impl PgLockClientBuilder {
                 return Err(LockError::invalid(format!("{option} is below 1 ms: 5 s is usual")));
             }
         }
+        check_text("the owner", self.owner.as_deref())?;
         if self.max_connections == 0 {
             return Err(LockError::invalid("max_connections is 0: a client needs at least one"));
         }
@@ -460,6 +481,7 @@ impl PgLockClientBuilder {
             wake_ups: self.wake_ups,
             auto_create: self.auto_create_tables,
             members_table: self.create_members_table,
+            owner: self.owner.as_deref().is_some_and(|owner| !owner.is_empty()),
         };
         let database = Arc::new(Database::new(source(&self), self.operation_timeout));
         let leases = PostgresBackend::new(Arc::clone(&database), names, settings);
@@ -475,8 +497,11 @@ impl PgLockClientBuilder {
                 (Arc::new(reported), Some(handle))
             }
         };
-        let settings =
-            ClientSettings { dispose_timeout: self.dispose_timeout, on_release_error: self.on_release_error };
+        let settings = ClientSettings {
+            dispose_timeout: self.dispose_timeout,
+            on_release_error: self.on_release_error,
+            owner: self.owner.map(Arc::from),
+        };
         let sessions = SessionLocks::new(database, self.operation_timeout, self.dispose_timeout);
         Ok(PgLockClient { sessions, locks: LockClient::with_settings(backend, settings), leases, telemetry })
     }

@@ -10,9 +10,9 @@ impl PgLockClient {
     /// Campaigns for the leadership of `key`, runs `lead` for each term that this client wins, and campaigns
     /// again, until `lead` returns `Break`: its value is the answer. `Continue` steps down first.
     ///
-    /// The term is the plain lease of the key: renewed while `lead` runs, released when it is left. A leader
-    /// that leaves in order is followed as soon as another candidate hears of it; one whose process dies, after
-    /// the ttl and a second. See [`LockClient::elect`](crate::LockClient::elect) for everything else, also for errors.
+    /// The term is the plain lease of the key: renewed while `lead` runs, released when it returns. After a leader
+    /// that steps down, another candidate leads as soon as it hears of the release; after one whose process dies, a
+    /// second after the ttl. See [`LockClient::elect`](crate::LockClient::elect) for everything else, also for errors.
     ///
     /// ```no_run
     /// # fn next_job() {}
@@ -39,7 +39,7 @@ impl PgLockClient {
     ///
     /// # Cancellation
     ///
-    /// A token ends a campaign, not a term: `lead` looks at it for itself.
+    /// A token ends a campaign, not a term: `lead` must check it.
     pub fn elect<T>(
         &self,
         key: &str,
@@ -49,8 +49,8 @@ impl PgLockClient {
         self.locks.elect(key, options, lead)
     }
 
-    /// Who leads, by the server's clock and no other: the term of whoever holds the key, or `None`. One
-    /// plain read; see [`LockClient::leader`](crate::LockClient::leader).
+    /// Who leads, by the server's clock alone: the term of the holder of the key, or `None`. Plain reads: one
+    /// for the term, two for its owner; see [`LockClient::leader`](crate::LockClient::leader).
     ///
     /// ```no_run
     /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;

@@ -14,9 +14,9 @@ impl LockGuard {
     /// Call it **first** in the outermost transaction that writes the protected data. As long as
     /// that transaction is open, no newer holder is granted; if the lease is already over, the
     /// statement fails in the server, so that the transaction cannot be committed even if this error
-    /// is ignored. (Do not: the driver's `commit()` then rolls back and answers `Ok`.) It locks the key's counter row (`FOR SHARE`,
+    /// is ignored. (Do not ignore it: the driver's `commit()` then rolls back and returns `Ok`.) It locks the key's counter row (`FOR SHARE`,
     /// <https://www.postgresql.org/docs/current/explicit-locking.html#LOCKING-ROWS>): keep the
-    /// transaction short, the next holder waits for it. Inside a savepoint the protection ends with a
+    /// transaction short, because the next holder waits for it. Inside a savepoint the protection ends with a
     /// rollback to that savepoint.
     ///
     /// The transaction's connection must reach the database that the lock tables are in, and its
@@ -24,8 +24,8 @@ impl LockGuard {
     /// check fails, even if the same key has the same fence there: the lease's row must carry this
     /// guard's lock id.
     ///
-    /// For a reader it says that no writer had the key since its grant, and none gets it before the transaction
-    /// ends. It needs `SELECT` on the table of members, too.
+    /// For a reader it guarantees that no writer has had the key since its grant, and none gets it before the
+    /// transaction ends. It needs `SELECT` on the table of members, too.
     ///
     /// ```no_run
     /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
@@ -51,18 +51,12 @@ impl LockGuard {
     /// As long as the transaction's own statements may, by its `lock_timeout` and `statement_timeout`:
     /// its connection is the caller's. The wait for the counter row is as short as another's acquire.
     pub fn fence_transaction(&self, transaction: &mut postgres::Transaction<'_>) -> Result<()> {
-        self.check_process()?;
-        if self.is_shared() {
-            let statement =
-                self.backend().fence_statement_shared(self.key(), self.fence(), self.lock_id())?;
-            return run_check(transaction, &statement).map_err(|error| error.with_key(self.key()));
-        }
-        assert_fence(&**self.backend(), transaction, self.key(), self.fence(), Some(self.lock_id()))
+        run_check(transaction, &self.fence_sql()?).map_err(|error| error.with_key(self.key()))
     }
 
     /// The statement that [`fence_transaction`](Self::fence_transaction) runs, as text, for a transaction of
     /// another driver: run it **first** in the outermost transaction that writes the protected data. If it
-    /// fails, roll back; if it was ignored, the server turns the `COMMIT` into a rollback.
+    /// fails, roll back; if you ignore the failure, the server turns the `COMMIT` into a rollback.
     ///
     /// The text is complete and has no parameters. **Sensitive**: it contains the key and the lock id.
     ///
@@ -80,16 +74,19 @@ impl LockGuard {
     /// # Errors
     ///
     /// `InvalidArgument` in a child that was forked after the grant, and on a backend outside PostgreSQL.
-    /// Whether the lease is live is asked where the text runs, not here.
+    /// Whether the lease is live is checked where the text runs, not here.
     pub fn fence_sql(&self) -> Result<String> {
         self.check_process()?;
+        if self.is_shared() {
+            return self.backend().fence_statement_shared(self.key(), self.fence(), self.lock_id());
+        }
         self.backend().fence_statement(self.key(), self.fence(), Some(self.lock_id()))
     }
 }
 
 impl Term {
     /// Makes the caller's transaction impossible to commit unless this term is the newest of its key and its
-    /// lease is live: whatever a leader writes that was paused and wakes up late is refused. See
+    /// lease is live: writes of a leader that was paused and wakes up late are refused. See
     /// [`LockGuard::fence_transaction`], also for errors.
     ///
     /// ```no_run
@@ -141,10 +138,10 @@ impl Term {
 
 impl MultiGuard {
     /// Makes the caller's transaction impossible to commit unless all of these leases are live and their fences
-    /// the newest, in one statement: [`LockGuard::fence_transaction`] for several keys, which see.
+    /// the newest, in one statement. See [`LockGuard::fence_transaction`], which this is for several keys.
     ///
-    /// It locks the counters in the order of the keys. Whoever fences several guards one by one in a
-    /// transaction does so in the order of their keys, too, or two transactions may deadlock (40P01).
+    /// It locks the counters in the order of the keys. If you fence several guards one by one in a
+    /// transaction, do so in the order of their keys, too, or two transactions may deadlock (40P01).
     ///
     /// ```no_run
     /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;

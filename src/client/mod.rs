@@ -31,7 +31,7 @@ pub use builder::PgLockClientBuilder;
 
 /// Locks on PostgreSQL: leases with fences in two tables.
 ///
-/// Cheap to clone and to share between threads; a clone is the same client, with the same pool, the
+/// It is cheap to clone and to share between threads; a clone is the same client, with the same pool, the
 /// same queue of waiters and the same two background threads, which start with the first lock and
 /// end with the last clone and guard.
 ///
@@ -45,11 +45,17 @@ pub use builder::PgLockClientBuilder;
 /// # Ok::<(), syncguard::LockError>(())
 /// ```
 ///
+/// # One `lock()` and its release
+///
+/// Messages, and who sends them, when another holder has the key at first. If the key is free, there is no wait.
+///
+#[doc = include_str!("../../docs/pictures/lock.svg")]
+///
 /// # Blocking
 ///
 /// | calls | at most |
 /// | --- | --- |
-/// | `lock`, `read_lock`, `lock_all`, `advisory_lock` and their kin | `timeout` of the options, 5 s by default, waiting for a connection and connecting included; forever with `wait_forever` |
+/// | `lock`, `read_lock`, `lock_all`, `advisory_lock` and their variants | `timeout` of the options, 5 s by default, waiting for a connection and connecting included; forever with `wait_forever` |
 /// | `with_lock` | that, the time of its closure, and `drop_timeout` |
 /// | `elect` | no limit: see there |
 /// | `run_once` | the time of its job, and as [`LockClient::run_once`] says |
@@ -58,9 +64,9 @@ pub use builder::PgLockClientBuilder;
 /// | all others | `operation_timeout` |
 ///
 /// On TCP connections of the client's own, encrypted or not,
-/// the client enforces that itself, whatever the network does. On **Unix sockets**, and on a
+/// the client enforces these limits itself, whatever the network does. On **Unix sockets**, and on a
 /// **caller's pool**, the driver offers no way to stop waiting: there the server's own limits
-/// (`lock_timeout`, `statement_timeout`) end every wait but that for a server that has stopped, or a
+/// (`lock_timeout`, `statement_timeout`) end every wait, except for a server that has stopped or a
 /// `COMMIT` that waits for a standby. Opening a connection, name resolution included, is within the
 /// call's own time everywhere.
 ///
@@ -76,12 +82,12 @@ pub use builder::PgLockClientBuilder;
 ///
 /// These are calls for ordinary threads. Inside an async runtime use `spawn_blocking`; elsewhere in
 /// a runtime they fail with [`InvalidArgument`](crate::ErrorCode::InvalidArgument): the driver panics
-/// there, which is caught, but the panic hook prints it, and with `panic = "abort"` it ends the
-/// program. Dropping a guard or a client there is fine: the work is handed to a thread.
+/// there. The panic is caught, but the panic hook prints it, and with `panic = "abort"` it ends the
+/// program. Dropping a guard or a client there is fine: a thread does the work.
 ///
-/// After a `fork` the child's copies of a client are refused, and what they hold is the parent's. Fork before
+/// After a `fork` the child's copies of a client are refused, and the parent keeps its locks. Fork before
 /// the first client, or `exec`: a *new* client in such a child may hang or crash if the parent had a pool,
-/// the caller's pools included, for a pool's own thread always waits on a lock of `r2d2`'s.
+/// a caller's pool included, because a pool's own thread always waits on a lock of `r2d2`.
 #[derive(Clone)]
 pub struct PgLockClient {
     // Before the locks: the last drop of those may close the backend.
@@ -98,9 +104,9 @@ impl PgLockClient {
     ///
     /// Several hosts (`host=a,b`, `postgresql://a,b/db`) and several addresses of a name are tried one
     /// after the other. A silent one takes at most half of the time that is left; those that failed
-    /// last come last. Of several hosts only one that accepts writes is used, unless
+    /// last time come last. Of several hosts only one that accepts writes is used, unless
     /// [`target_session_attrs`](https://www.postgresql.org/docs/current/libpq-connect.html#LIBPQ-CONNECT-TARGET-SESSION-ATTRS)
-    /// says `read-only`; a lone host is not asked for its role. `docs/operations.md` has more.
+    /// says `read-only`; the role of a lone host is not checked. [`docs/operations.md`](https://docs.rs/crate/syncguard/latest/source/docs/operations.md) has more.
     ///
     /// ```no_run
     /// use syncguard::PgLockClient;
@@ -112,7 +118,7 @@ impl PgLockClient {
     ///
     /// # Errors
     ///
-    /// `InvalidArgument` for a connection string that cannot be read, `ServiceUnavailable` (also when
+    /// `InvalidArgument` for a connection string that cannot be parsed, `ServiceUnavailable` (also when
     /// no host is the primary), `AuthFailed` or `NetworkTimeout` when the server cannot be used.
     pub fn connect(url: &str) -> Result<Self> {
         Self::builder().connect(url)
@@ -208,7 +214,7 @@ impl PgLockClient {
         self.locks.lock_all(keys)
     }
 
-    /// Waits until 1 to 64 keys can be taken at one moment, and takes them in one round trip. Nothing is held
+    /// Waits until 1 to 64 keys can be taken at the same moment, and takes them in one round trip. Nothing is held
     /// while it waits. See [`LockClient::lock_all_with`], also for errors and what may remain held.
     ///
     /// ```no_run
@@ -257,7 +263,7 @@ impl PgLockClient {
         self.locks.try_lock_all_with(keys, options)
     }
 
-    /// Runs `work` under the lock; its value reaches the caller whatever the release does. See
+    /// Runs `work` under the lock, and returns its value even if the release fails. See
     /// [`LockClient::with_lock`].
     ///
     /// ```no_run
@@ -316,9 +322,9 @@ impl PgLockClient {
         self.locks.capabilities()
     }
 
-    /// Creates what is missing of the two tables and their indexes. May be called any number of
-    /// times and from many processes at once; does nothing, and needs no right to create, where
-    /// nothing is missing.
+    /// Creates whatever is missing of the two tables and their indexes. May be called any number of
+    /// times and from many processes at once; if nothing is missing, it does nothing and needs no right
+    /// to create.
     ///
     /// ```no_run
     /// let client = syncguard::PgLockClient::builder()
@@ -332,7 +338,7 @@ impl PgLockClient {
     ///
     /// `AuthFailed` when something is missing and the role may not create it, `InvalidArgument` for
     /// a schema that does not exist, a database that is not UTF8, or tables whose indexes may be out of
-    /// the order of their collation (the text names the commands; see `docs/operations.md`).
+    /// the order of their collation (the text names the commands; see [`docs/operations.md`](https://docs.rs/crate/syncguard/latest/source/docs/operations.md)).
     pub fn setup_schema(&self) -> Result<()> {
         self.leases.set_up()
     }
@@ -344,7 +350,7 @@ impl PgLockClient {
     /// **What it cannot know**: whose lease it is. Fences are counted per key *and database*: if the
     /// transaction's connection leads to another database with lock tables of the same names (a copy, a
     /// staging system), and the same key happens to be held there under the same number, the check
-    /// passes. A guard's check compares the lock id as well; where only key and fence are at hand, make
+    /// passes. A guard's check compares the lock id as well; if you have only key and fence, make
     /// sure that the connection is to the database that granted them.
     ///
     /// ```no_run
@@ -362,7 +368,7 @@ impl PgLockClient {
     ///
     /// # Blocking
     ///
-    /// At most `operation_timeout` to find the tables, where this client has not used them so far; then as
+    /// At most `operation_timeout` to find the tables, if this client has not used them so far; then as
     /// long as the transaction's own statements may, by its `lock_timeout` and `statement_timeout`.
     pub fn assert_fence(
         &self,
@@ -387,8 +393,8 @@ impl PgLockClient {
         Operator::new(Arc::clone(&self.leases), Arc::new(self.sessions.self_test()))
     }
 
-    /// What became of this client's events: how many the callback has had, how many were dropped, and
-    /// a way to wait for those that are on their way. `None` for a client that was built without
+    /// The state of this client's events: how many the callback has received, how many were dropped, and
+    /// a way to wait for those still queued. `None` for a client that was built without
     /// [`telemetry`](PgLockClientBuilder::telemetry).
     ///
     /// ```no_run
@@ -405,9 +411,9 @@ impl PgLockClient {
         self.telemetry.as_ref()
     }
 
-    /// Ends the client and all its clones. See [`LockClient::close`]. Session locks are lost and let
-    /// go too; `threads_ended` in the report speaks for theirs as well. Events that are on their way to
-    /// a telemetry callback are waited for, for at most
+    /// Ends the client and all its clones. See [`LockClient::close`]. Session locks are lost and released,
+    /// too; `threads_ended` in the report covers their threads as well. Waits for events that are on their way to
+    /// a telemetry callback, for at most
     /// [`flush_timeout`](crate::TelemetryOptions::flush_timeout): the program may end next.
     ///
     /// ```no_run
@@ -439,8 +445,8 @@ impl PgLockClient {
         Ok(report)
     }
 
-    /// The waiting and the guards, without the database: what code that is tested over a
-    /// [`MemoryBackend`](crate::MemoryBackend) should take.
+    /// The waiting and the guards, without the database. Code that is tested over a
+    /// [`MemoryBackend`](crate::MemoryBackend) should take this.
     ///
     /// ```no_run
     /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;

@@ -42,7 +42,7 @@ impl Run {
     /// for a slot, whatever crashes.
     ///
     /// Call it **first** in the outermost transaction, and commit that before the closure returns: the end of the
-    /// run then only sees whether the mark is there, and never writes it. One transaction per run; a second one
+    /// run then only checks whether the mark is there, and never writes it. One transaction per run; a second one
     /// fails. As long as it is open, no other run of the job begins; its commit is made durable
     /// (`synchronous_commit`).
     ///
@@ -71,7 +71,7 @@ impl Run {
     ///
     /// Those of [`LockGuard::fence_transaction`](crate::LockGuard::fence_transaction); `Aborted` also where an earlier transaction has completed this
     /// run; `InvalidArgument` where the slot was claimed at the start, or the leases are not in a database. After
-    /// any of them but `InvalidArgument` the transaction can only be rolled back.
+    /// any of them except `InvalidArgument` the transaction can only be rolled back.
     ///
     /// # Blocking
     ///
@@ -92,7 +92,7 @@ impl Run {
     /// run them **first** in the outermost transaction, and commit that before the closure returns. If they fail,
     /// roll back.
     ///
-    /// From this call on the end of the run only looks whether the mark is there, as with `complete_in`. The text
+    /// From this call on, the end of the run only checks whether the mark is there, as with `complete_in`. The text
     /// is complete and has no parameters. **Sensitive**: it contains the name of the job and the lock id.
     ///
     /// ```no_run
@@ -115,7 +115,7 @@ impl Run {
     /// # Errors
     ///
     /// `InvalidArgument` where the slot was claimed at the start, in a forked child, or where the leases are not in
-    /// a database. Whether the run may be completed is asked where the text runs, not here.
+    /// a database. Whether the run may be completed is checked where the text runs, not here.
     pub fn completion_sql(&self) -> Result<String> {
         self.begin_completion()
     }

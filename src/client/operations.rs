@@ -7,7 +7,7 @@ use crate::client::PgLockClient;
 use crate::error::Result;
 
 impl PgLockClient {
-    /// One attempt to take the key, without a guard: nothing renews it, nothing releases it. The
+    /// One attempt to take the key, without a guard: nothing renews or releases the lease. The
     /// expiry in the answer was computed by the server, from its clock, after all waits.
     ///
     /// ```no_run
@@ -23,7 +23,7 @@ impl PgLockClient {
     /// # Errors
     ///
     /// After an unknown outcome ([`is_outcome_unknown`](crate::LockError::is_outcome_unknown)) the key may be held under
-    /// [`lock_id`](crate::LockError::lock_id); the client's worker goes on releasing it until that lease would be over.
+    /// [`lock_id`](crate::LockError::lock_id); the client's worker keeps trying to release it until that lease would be over.
     pub fn acquire(&self, key: &str, ttl: Duration) -> Result<AcquireResult> {
         self.locks.acquire(key, ttl)
     }
@@ -46,13 +46,13 @@ impl PgLockClient {
         self.locks.release(lock_id)
     }
 
-    /// Sets the end of the lease with this id to the server's now plus `ttl`; the expiry in the
+    /// Sets the expiry of the lease with this id to the server's present time plus `ttl`; the expiry in the
     /// answer comes from the server's clock. Never revives a dead lease; one that is at most a
-    /// second past its expiry still counts as live. Beside clients that read without a lock (the TypeScript
-    /// SyncGuard) an answer that came later than that is made sure of behind the key's queue, in one more
+    /// second past its expiry still counts as live. Because some clients read without a lock (the TypeScript
+    /// SyncGuard), an answer that came later than that is verified behind the key's queue, in one more
     /// round trip.
     ///
-    /// Not a way to ask who owns a lock: it moves the lease's end. Use [`owns`](Self::owns) for display.
+    /// Do not use it to ask who owns a lock: it moves the expiry. Use [`owns`](Self::owns) for display.
     ///
     /// ```no_run
     /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
@@ -84,7 +84,7 @@ impl PgLockClient {
     }
 
     /// The live lease of a key, or with an id. For diagnosis, never to decide whether to release or
-    /// extend: those check for themselves.
+    /// extend: these check for themselves.
     ///
     /// ```no_run
     /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;

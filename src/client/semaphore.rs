@@ -6,7 +6,7 @@ use crate::lock::Semaphore;
 
 impl PgLockClient {
     /// A counting semaphore with this name, of which at most `limit` (1 to 1024) permits are held at a time,
-    /// on all machines together. No I/O: nothing is stored but the permits that are held. See [`Semaphore`].
+    /// on all machines together. No I/O: only held permits are stored. See [`Semaphore`].
     ///
     /// ```no_run
     /// # let client = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?;
@@ -19,7 +19,7 @@ impl PgLockClient {
     ///
     /// # Errors
     ///
-    /// [`InvalidArgument`](crate::ErrorCode::InvalidArgument) for another limit, and for a name that is no key.
+    /// [`InvalidArgument`](crate::ErrorCode::InvalidArgument) for another limit, and for a name that is not a valid key.
     pub fn semaphore(&self, name: &str, limit: u32) -> Result<Semaphore> {
         self.locks.semaphore(name, limit)
     }

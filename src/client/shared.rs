@@ -17,10 +17,10 @@ impl PgLockClient {
         self.locks.read_lock(key)
     }
 
-    /// Waits for a shared lock: any number of readers, or one writer, who takes the plain key. See
+    /// Waits for a shared lock: any number of readers, or one writer, which takes the plain key. See
     /// [`LockClient::read_lock_with`](crate::LockClient::read_lock_with).
     ///
-    /// The readers stand in a table of their own, `syncguard_members`. The first call makes it where
+    /// The readers are in a table of their own, `syncguard_members`. The first call creates it where
     /// [`auto_create_tables`](crate::PgLockClientBuilder::auto_create_tables) allows that.
     ///
     /// ```no_run
@@ -34,7 +34,7 @@ impl PgLockClient {
     ///
     /// # Errors
     ///
-    /// As there. Without the table, and where it may not be made, `InvalidArgument` says how to have it.
+    /// As there. If the table is missing and may not be created, `InvalidArgument` says how to create it.
     pub fn read_lock_with(&self, key: &str, options: &LockOptions) -> Result<LockGuard> {
         self.locks.read_lock_with(key, options)
     }

@@ -20,12 +20,15 @@
 
 use std::time::{Duration, Instant};
 
-use crate::backend::{Acquired, Grant, Version};
+use crate::backend::{Acquired, Grant, Label, Version};
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::leases::backend::PostgresBackend;
+use crate::leases::note_sql::NoteStatements;
+use crate::leases::notes;
 use crate::leases::refusals::{is_all_or_nothing, swallowed};
 use crate::leases::setup::ResolvedTables;
+use crate::leases::ticket::{self, InTurn};
 use crate::model::fence::{FENCE_MAX, Fence};
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::model::lock_id::LockId;
@@ -34,7 +37,7 @@ use crate::pg::Failure;
 use crate::pg::answers::{Answers, Row, int, malformed, required, text, version};
 use crate::pg::names::EQ;
 use crate::pg::session::{GRACE, Session};
-use crate::pg::statement::{Arg, Message, push_quoted};
+use crate::pg::statement::{Arg, Message, Statement, push_quoted};
 
 /// One acquire, with everything chosen.
 pub(crate) struct Acquire<'a> {
@@ -43,6 +46,16 @@ pub(crate) struct Acquire<'a> {
     fence_key: String,
     lock_id: &'a LockId,
     ttl: Ttl,
+    label: Label<'a>,
+    /// If it is granted only in turn.
+    turn: Option<&'a InTurn<'a>>,
+}
+
+/// The statements of a grant: see [`Statements`](crate::leases::sql::Statements).
+struct Grants<'a> {
+    absent: &'a Statement,
+    acquire: &'a Statement,
+    grant: &'a Statement,
 }
 
 /// The last column of `acquire_absent` is this in a grant; for a row that exists it is the server's clock.
@@ -64,7 +77,18 @@ pub(super) enum Round {
 impl<'a> Acquire<'a> {
     pub(crate) fn new(key: &'a Key, lock_id: &'a LockId, ttl: Ttl) -> Result<Self> {
         let (storage_key, fence_key) = key.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?;
-        Ok(Self { key, storage_key, fence_key, lock_id, ttl })
+        Ok(Self { key, storage_key, fence_key, lock_id, ttl, label: Label::default(), turn: None })
+    }
+
+    /// The same, by a holder that says this of itself.
+    pub(super) fn labelled(mut self, label: Label<'a>) -> Self {
+        self.label = label;
+        self
+    }
+
+    /// The same, granted only while nobody is ahead. The table of members must have been found.
+    pub(super) fn in_turn(self, turn: &'a InTurn<'a>) -> Self {
+        Self { turn: Some(turn), ..self }
     }
 
     pub(crate) fn run(
@@ -73,8 +97,12 @@ impl<'a> Acquire<'a> {
         end: Instant,
         cancel: &CancelToken,
     ) -> Result<Option<Grant>> {
+        backend.need_notes(self.label, end, cancel).map_err(|error| self.in_context(error))?;
         let mut in_two = !cancel.is_never();
         let round = backend.run_until_known(end, cancel, |session, at| {
+            if self.turn.is_some() {
+                ticket::prepare(session, at)?;
+            }
             let round = if in_two { self.two_messages(session, at) } else { self.one_message(session, at) };
             in_two |= round.as_ref().is_err_and(Failure::is_in_doubt);
             match round {
@@ -95,7 +123,7 @@ impl<'a> Acquire<'a> {
         failure: Failure,
         cancel: &CancelToken,
     ) -> LockError {
-        self.label(if failure.is_in_doubt() {
+        self.in_context(if failure.is_in_doubt() {
             outcome_unknown(failure, cancel, backend.database.operation_timeout(), self.ttl)
         } else {
             self.name_blocking_session(backend, failure.into_error(), cancel)
@@ -177,7 +205,7 @@ impl<'a> Acquire<'a> {
         }
     }
 
-    fn label(&self, error: LockError) -> LockError {
+    pub(super) fn in_context(&self, error: LockError) -> LockError {
         error.with_key(self.key.as_str()).with_lock_id(self.lock_id.as_str())
     }
 
@@ -192,9 +220,29 @@ impl<'a> Acquire<'a> {
         ]
     }
 
+    /// The statements, and the arguments of the first two.
+    fn grants<'s>(
+        &self,
+        session: &mut Session<'_>,
+        at: &'s ResolvedTables,
+    ) -> Result<(Grants<'s>, Vec<Arg<'_>>), Failure> {
+        let plain = &at.statements;
+        let noted = notes::granting(session, at, self.label, NoteStatements::locks)?;
+        let (absent, acquire) = match (self.turn, noted) {
+            (Some(_), noted) => ticket::statements(at)?.grants(noted.is_some()),
+            (None, None) => (&plain.acquire_absent, &plain.acquire),
+            (None, Some(noted)) => (&noted.acquire_absent, &noted.acquire),
+        };
+        let grant = noted.map_or(&plain.grant, |noted| &noted.grant);
+        let args = self.grant_args();
+        let args = self.turn.map_or_else(|| args.to_vec(), |turn| turn.args(args));
+        Ok((Grants { absent, acquire, grant }, notes::with_label(&args, self.label)))
+    }
+
     /// One message, one round trip, unless the key is neither plainly free nor plainly held.
     fn one_message(&self, session: &mut Session<'_>, at: &ResolvedTables) -> Result<Round, Failure> {
-        let answers = match session.commit_one(&at.statements.acquire_absent, &self.grant_args()) {
+        let (grants, args) = self.grants(session, at)?;
+        let answers = match session.commit_one(grants.absent, &args) {
             // A row was written since the look, perhaps by an earlier copy of this very attempt.
             Err(failure) if is_all_or_nothing(&failure) => return self.careful_message(session, at),
             other => other?,
@@ -214,13 +262,15 @@ impl<'a> Acquire<'a> {
 
     /// The whole decision in one message.
     fn careful_message(&self, session: &mut Session<'_>, at: &ResolvedTables) -> Result<Round, Failure> {
-        let statements = &at.statements;
+        let (grants, args) = self.grants(session, at)?;
         let message = Message::new()
             .raw(session.prelude())
-            .call(&statements.queue, &[Arg::Text(&self.storage_key)])
-            .call(&statements.acquire, &self.grant_args());
+            .call(&at.statements.queue, &[Arg::Text(&self.storage_key)])
+            .call(grants.acquire, &args);
         let answers = match session.commit(&message) {
-            Err(failure) if is_all_or_nothing(&failure) => return self.explain_unwritten_row(session, at),
+            Err(failure) if is_all_or_nothing(&failure) => {
+                return explain_unwritten_row(session, at, &self.storage_key);
+            }
             other => other?,
         };
         let row = required(answers.row(0)?)?;
@@ -237,21 +287,33 @@ impl<'a> Acquire<'a> {
 
     /// Two messages: read, check the token, write.
     fn two_messages(&self, session: &mut Session<'_>, at: &ResolvedTables) -> Result<Round, Failure> {
-        let statements = &at.statements;
+        let (statements, (grants, _)) = (&at.statements, self.grants(session, at)?);
         let (key, fence_key, lock_id) =
             (Arg::Text(&self.storage_key), Arg::Text(&self.fence_key), Arg::Text(self.lock_id.as_str()));
-        let read = Message::new()
-            .raw(session.prelude_between())
-            .call(&statements.queue, &[key])
-            .call(&statements.hold, &[key, fence_key, lock_id])
-            .call(&statements.view, &[key, fence_key]);
-        let state = KeyState::read(&session.begin(&read)?)?;
+        let mut read = Message::new().raw(session.prelude_between()).call(&statements.queue, &[key]);
+        if let Some(turn) = self.turn {
+            let args = turn.ahead_args(&self.storage_key, self.lock_id.as_str());
+            read = read.call(&ticket::statements(at)?.ahead, &args);
+        }
+        let read =
+            read.call(&statements.hold, &[key, fence_key, lock_id]).call(&statements.view, &[key, fence_key]);
+        let answers = session.begin(&read)?;
+        let state = KeyState::read(&answers)?;
+        let ahead = match self.turn {
+            Some(_) => required(int(required(answers.row(2)?)?, 0)?)?,
+            None => 0,
+        };
         session.check_cancel()?;
+        let mut write = Message::new();
+        if let Some(turn) = self.turn {
+            write = write.call(&ticket::statements(at)?.hand_over, &turn.over_args(&self.storage_key));
+        }
         let write = match decide(&state, self.lock_id.as_str()) {
+            Step::Grant if ahead > 0 => return Ok(Round::Locked),
             Step::Locked => return Ok(Round::Locked),
             Step::Exhausted => return Err(fence_exhausted().into()),
-            Step::Confirm => Message::new().call(&statements.confirm, &[key, lock_id]),
-            Step::Grant => Message::new().call(&statements.grant, &self.grant_args()),
+            Step::Confirm => write.call(&statements.confirm, &[key, lock_id]),
+            Step::Grant => write.call(grants.grant, &notes::with_label(&self.grant_args(), self.label)),
         };
         match session.commit(&write.raw("COMMIT")) {
             Ok(answers) => {
@@ -260,28 +322,28 @@ impl<'a> Acquire<'a> {
             }
             Err(failure) if is_all_or_nothing(&failure) => {
                 session.rollback();
-                self.explain_unwritten_row(session, at)
+                explain_unwritten_row(session, at, &self.storage_key)
             }
             Err(failure) => Err(failure),
         }
     }
+}
 
-    /// The counter could be raised and the row not be written. That is contention if another session has
-    /// written the row since the look, without the queue; else something swallows the write.
-    fn explain_unwritten_row(
-        &self,
-        session: &mut Session<'_>,
-        at: &ResolvedTables,
-    ) -> Result<Round, Failure> {
-        let answers = session.ask_one(&at.statements.look, &[Arg::Text(&self.storage_key)])?;
-        if let Some(row) = answers.row(0)? {
-            let (expires_at_ms, now_ms) = (required(int(row, 0)?)?, required(int(row, 1)?)?);
-            if is_live(expires_at_ms, now_ms, TIME_TOLERANCE_MS) {
-                return Ok(Round::Locked);
-            }
+/// The counter could be raised and the row not be written. That is contention if another session has
+/// written the row since the look, without the queue; else something swallows the write.
+pub(super) fn explain_unwritten_row(
+    session: &mut Session<'_>,
+    at: &ResolvedTables,
+    storage_key: &str,
+) -> Result<Round, Failure> {
+    let answers = session.ask_one(&at.statements.look, &[Arg::Text(storage_key)])?;
+    if let Some(row) = answers.row(0)? {
+        let (expires_at_ms, now_ms) = (required(int(row, 0)?)?, required(int(row, 1)?)?);
+        if is_live(expires_at_ms, now_ms, TIME_TOLERANCE_MS) {
+            return Ok(Round::Locked);
         }
-        Err(swallowed().into())
     }
+    Err(swallowed().into())
 }
 
 /// What the read of an acquire found, all locks held.

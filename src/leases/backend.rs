@@ -25,6 +25,8 @@ pub(crate) struct PostgresBackend {
     /// Handed to the thread of a cleanup.
     pub(super) this: Weak<Self>,
     pub(super) next_cleanup: Mutex<Option<Instant>>,
+    /// When cleanups and operators look for the table of members again, which was missing.
+    pub(super) next_members: Mutex<Option<Instant>>,
     tables: OnceLock<Arc<ResolvedTables>>,
 }
 
@@ -40,6 +42,8 @@ pub(crate) struct Settings {
     pub(crate) auto_create: bool,
     /// Whether setup makes the table of members, too.
     pub(crate) members_table: bool,
+    /// Whether the client says who it is with each grant.
+    pub(crate) owner: bool,
 }
 
 impl PostgresBackend {
@@ -56,6 +60,7 @@ impl PostgresBackend {
             tables: OnceLock::new(),
             this: this.clone(),
             next_cleanup: Mutex::new(None),
+            next_members: Mutex::new(None),
         })
     }
 
@@ -74,7 +79,11 @@ impl PostgresBackend {
             survey = setup::survey(&self.database, &self.names, end, &never)?;
         }
         let at = self.resolve(&survey)?;
-        if self.settings.members_table { self.set_up_members(&at, end) } else { Ok(()) }
+        if self.settings.members_table || self.settings.owner || at.shared.get().is_some() {
+            self.set_up_members(&at, end)
+        } else {
+            Ok(())
+        }
     }
 
     /// The tables, wherever they are.

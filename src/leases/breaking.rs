@@ -3,10 +3,13 @@
 //! A broken lease's fence is raised with it, in one transaction: whatever the old holder still writes under
 //! its fence is refused. Where it cannot be raised, the lease is not broken either.
 
-use crate::backend::LockInfo;
+use crate::backend::{LockInfo, LockInfoRaw};
 use crate::cancel::CancelToken;
 use crate::error::{LockError, Result};
 use crate::leases::acquire::explain_unraised_counter;
+use crate::leases::members::is_group;
+use crate::leases::note_sql::SHOWN;
+use crate::leases::notes::label_in;
 use crate::leases::notify::notify_waiters;
 use crate::leases::operator::{Operator, lease};
 use crate::leases::refusals::{cannot_notify, is_all_or_nothing, is_swallowed, swallowed};
@@ -24,7 +27,7 @@ use crate::pg::names::PLAIN_NAMES;
 use crate::pg::session::Session;
 use crate::pg::statement::{Arg, Message, Statement};
 
-/// What [`Operator::break_lock`] and its kin did.
+/// The result of [`Operator::break_lock`] and its variants.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
@@ -70,10 +73,10 @@ impl Place {
 }
 
 impl Operator {
-    /// Takes a key away from whoever holds it, and raises its fence, so that what the old holder
-    /// still writes under a fence is refused. The holder notices at its next renewal.
+    /// Takes a key away from its holder, and raises its fence, so that fenced writes of the old holder
+    /// are refused. The holder notices at its next renewal.
     ///
-    /// `who` is logged as a warning beside the key's hash, also where the answer was lost and the lock
+    /// `who` is logged as a warning beside the key's hash, even if the answer was lost and the lock is
     /// perhaps broken: say who asked, and why.
     ///
     /// Without fenced writes the old holder goes on working until it notices: make sure that it has
@@ -95,8 +98,8 @@ impl Operator {
         self.break_any(&Key::new(key)?, who)
     }
 
-    /// The same, if the key is held under this fence: whoever has got it since you looked keeps it. `None` if it
-    /// is not; nothing is changed then.
+    /// The same, but only if the key is held under this fence: a holder that got the key since you looked keeps
+    /// it. Otherwise the answer is `None`, and nothing is changed.
     ///
     /// ```no_run
     /// # let operator = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?.operator();
@@ -117,7 +120,7 @@ impl Operator {
     }
 
     /// As [`break_lock`](Self::break_lock), for permit `number` (from 1) of the semaphore with this name; its
-    /// waiters are called.
+    /// waiters are notified.
     ///
     /// ```no_run
     /// # let operator = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?.operator();
@@ -136,8 +139,8 @@ impl Operator {
         self.break_any(&name.permit(number), who)
     }
 
-    /// As [`break_lock`](Self::break_lock), for the lease with this id, of a lock or a permit, and only for that
-    /// one. `None` if there is none; nothing is changed then.
+    /// As [`break_lock`](Self::break_lock), but only for the lease with this id, of a lock or a permit. `None` if
+    /// there is none; then nothing is changed.
     ///
     /// ```no_run
     /// # let operator = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?.operator();
@@ -187,6 +190,8 @@ impl Operator {
 
     fn break_place(&self, place: &Place, only: Only<'_>, who: &str) -> Result<Option<BrokenLock>> {
         let end = self.backend.database.end();
+        // For the note. What keeps the catalogs from being read keeps the lock from being broken.
+        self.backend.has_members_by_now(end)?;
         let broken = self.backend.run(end, &CancelToken::never(), |session, at| {
             let answer = match take_away(session, at, place, only, at.notifies) {
                 Err(failure) if at.notifies && cannot_notify(&failure) => {
@@ -210,7 +215,7 @@ impl Operator {
             LockError::from(failure)
         })?;
         if let Some(BrokenLock { fence, .. }) = &broken {
-            log::warn!("{what} was broken by {who:?}, its fence is now {fence}");
+            log::warn!("{what} was broken by {who:?}, its fencing token is now {fence}");
         }
         Ok(broken)
     }
@@ -244,9 +249,41 @@ fn take_away(
     let row = required(answers.row(0)?)?;
     let Some(fence) = int(row, 6)? else { return Ok(None) };
     // It is gone for good: a row that cannot be read is no error any more.
-    let was = lease(row).ok().map(|lease| lease.sanitized());
+    let was = lease(row).ok().map(|lease| note_of(session, at, lease).sanitized());
     let fence = u64::try_from(fence).ok().and_then(Fence::new);
     Ok(Some(BrokenLock { was, fence: required(fence)? }))
+}
+
+/// The broken lease with what its holder said of itself, which is deleted. What fails leaves it to cleanup: it is
+/// shown for nobody any more.
+fn note_of(session: &mut Session<'_>, at: &ResolvedTables, lease: LockInfoRaw) -> LockInfoRaw {
+    if at.shared.get().is_none() || is_group(&lease.lock_id) {
+        return lease;
+    }
+    let members = &at.tables.members;
+    let forget = Statement::new(
+        "forget",
+        &["text"],
+        format!(
+            "DELETE FROM {members} AS m WHERE m.lock_id = $1 AND m.role = 'n' \
+             RETURNING pg_catalog.left(m.owner, {SHOWN}), pg_catalog.left(m.note, {SHOWN}), m.fence"
+        ),
+    );
+    let mut look = || -> Result<_, Failure> {
+        let message = Message::new().raw(session.prelude()).raw(PLAIN_NAMES);
+        let answers = session.commit(&message.plain(&forget, &[Arg::Text(&lease.lock_id)])?)?;
+        let Some(row) = answers.row(0)? else { return Ok(None) };
+        let same = text(row, 2)? == Some(&*lease.fence.to_string());
+        Ok(Some(label_in(row, 0)?).filter(|_| same))
+    };
+    match look() {
+        Ok(Some((owner, note))) => lease.labelled(owner, note),
+        Ok(None) => lease,
+        Err(failure) => {
+            log::debug!("the note of a broken lease was not deleted: {}", LockError::from(failure).chain());
+            lease
+        }
+    }
 }
 
 /// `(storage key, fence key, user key, lock id or '', fence or '', what its waiters wait for)`: deletes the row if

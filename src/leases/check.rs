@@ -10,6 +10,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
+use crate::leases::check_members as members;
 use crate::leases::check_server as server;
 use crate::leases::check_tables as tables;
 use crate::leases::finding::{Finding, Severity};
@@ -21,10 +22,10 @@ use crate::pg::{Failure, Session};
 impl Operator {
     /// Looks for what makes locks unsafe or slow on this server, in this database, for this role: settings,
     /// standbys, the tables and their indexes, triggers, rights, open transactions, a pooler, the clock. The
-    /// worst first. `docs/operations.md` has the table of all findings.
+    /// worst first. [`docs/operations.md`](https://docs.rs/crate/syncguard/latest/source/docs/operations.md) has the table of all findings.
     ///
-    /// It changes nothing, and works also where other calls fail: without tables, or where they are refused. It
-    /// needs the rights of a holder; what those do not show is a finding of its own, `not-looked-at`.
+    /// It changes nothing, and works even where other calls fail: without tables, or where they are refused. It
+    /// needs the rights of a holder; anything that these do not show is a finding of its own, `not-looked-at`.
     ///
     /// ```no_run
     /// # let operator = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?.operator();
@@ -40,13 +41,21 @@ impl Operator {
     ///
     /// # Errors
     ///
-    /// Those of a connection that cannot be had, or whose server does not answer in time.
+    /// Those of a connection that cannot be opened, or whose server does not answer in time.
     pub fn check(&self) -> Result<Vec<Finding>> {
         let database = &self.backend.database;
         let end = database.end();
         let mut findings = Vec::new();
-        // The first must succeed: without a server there is nothing to be found.
-        let here = read(self, end, server::Here::read)?;
+        let names = &self.backend.names;
+        // The first must succeed: without a server there is nothing to be found. Where it is refused the server may be
+        // another engine, whose name says more.
+        let here = read(self, end, server::Here::read).map_err(|error| {
+            let looked = error.sqlstate().map(|_| read(self, end, |session| look_on(session, names)));
+            match looked {
+                Some(Err(engine)) if engine.code() == ErrorCode::InvalidArgument => engine,
+                _ => error,
+            }
+        })?;
         findings.extend(here.findings());
         let wanted = database.source().connections_wanted();
         let mut look = |what, work: &mut dyn FnMut(&mut Session<'_>) -> Result<Vec<Finding>, Failure>| {
@@ -58,7 +67,6 @@ impl Operator {
         look("prepared transactions", &mut server::prepared);
         look("settings of roles and databases", &mut server::session_defaults);
         look("connections", &mut |session| server::connections(session, wanted));
-        let names = &self.backend.names;
         match read(self, end, |session| look_on(session, names)) {
             Err(error) if error.code() == ErrorCode::AuthFailed => {
                 findings.push(tables::schema_unseen(names.schema_or(None), here.role()));
@@ -73,6 +81,10 @@ impl Operator {
                     for (what, work) in tables::LOOKS {
                         let found = read(self, end, |session| work(session, &tables));
                         findings.extend(found.unwrap_or_else(|error| vec![unseen(what, &error)]));
+                    }
+                    if self.backend.settings.owner || self.backend.settings.members_table {
+                        let found = read(self, end, |session| members::look(session, &resolved));
+                        findings.extend(found.unwrap_or_else(|error| vec![unseen("the members", &error)]));
                     }
                 }
             }

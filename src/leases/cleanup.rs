@@ -79,19 +79,24 @@ impl PostgresBackend {
         Ok(deleted + self.cleanup_members(left, end)?)
     }
 
-    /// The same for members and announcements, where their table is there and the role may.
+    /// The same for members, announcements and notes, where their table is there and the role may.
     fn cleanup_members(&self, limit: u32, end: Instant) -> Result<u64> {
         let never = CancelToken::never();
-        if limit == 0 || !self.has_members(end, &never)? {
+        if limit == 0 || !self.has_members_by_now(end)? {
             return Ok(0);
         }
         let deleted = self.run(end, &never, |session, at| {
-            let members = &at.tables.members;
+            let (members, locks) = (&at.tables.members, &at.tables.locks);
+            // A note lasts as long as its lease, however often that is renewed. One that is written anew meanwhile is
+            // younger than the guard.
             let sql = format!(
-                "WITH old AS MATERIALIZED (\
-                   SELECT m.lock_id FROM {members} AS m \
-                   WHERE m.expires_at_ms < (SELECT {CLOCK}) - {CLEANUP_GUARD_MS} \
-                   LIMIT {limit} FOR UPDATE SKIP LOCKED), \
+                "WITH t AS MATERIALIZED (SELECT {CLOCK} - {CLEANUP_GUARD_MS} AS long_ago), \
+                 old AS MATERIALIZED (\
+                   SELECT m.lock_id FROM {members} AS m, t \
+                   WHERE CASE WHEN m.role = 'n' THEN m.since_ms < t.long_ago AND NOT EXISTS (\
+                     SELECT 1 FROM {locks} AS l WHERE l.lock_id = m.lock_id) \
+                     ELSE m.expires_at_ms < t.long_ago END \
+                   LIMIT {limit} FOR UPDATE OF m SKIP LOCKED), \
                  gone AS (DELETE FROM {members} AS m USING old WHERE m.lock_id = old.lock_id RETURNING 1) \
                  SELECT (SELECT count(*) FROM gone), (SELECT count(*) FROM old)"
             );
@@ -108,7 +113,7 @@ impl PostgresBackend {
         match deleted {
             Ok(deleted) => u64::try_from(deleted).map_err(|_| malformed()),
             // Its rights are those of who cleans up leases.
-            Err(failure) if failure.refused_with() == Some("42501") => Ok(0),
+            Err(failure) if matches!(failure.refused_with(), Some("42501" | "42P01")) => Ok(0),
             Err(failure) => Err(LockError::from(failure)),
         }
     }

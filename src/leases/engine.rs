@@ -99,7 +99,7 @@ pub(super) fn keeper(row: &Row, mut columns: std::ops::Range<usize>) -> Result<O
 pub(super) fn check_keeper(keeper: Option<&str>) -> Result<()> {
     let Some(keeper) = keeper else { return Ok(()) };
     Err(LockError::invalid(format!(
-        "a lock table is no plain table of PostgreSQL's own storage ({keeper:?}): row locks and row versions are not what they are there, make it a plain table (USING heap)"
+        "a lock table is not a plain table in PostgreSQL's own storage ({keeper:?}): row locks and row versions work differently there, make it a plain table (USING heap)"
     )))
 }
 
@@ -171,7 +171,9 @@ fn name_of(version: &str) -> Option<String> {
 fn refused(version: &str, missing: &[String]) -> LockError {
     let who = match name_of(version) {
         Some(name) => format!("this server is {name}, not PostgreSQL"),
-        None => "this server calls itself PostgreSQL and is not in what leases stand on".to_owned(),
+        None => {
+            "this server calls itself PostgreSQL, but differs from it in what leases depend on".to_owned()
+        }
     };
     let what = if missing.is_empty() { String::new() } else { format!("; missing: {}", missing.join(", ")) };
     LockError::invalid(format!(

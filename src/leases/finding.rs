@@ -1,4 +1,4 @@
-//! What a look at the server finds.
+//! The findings of a check.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -10,7 +10,7 @@ use std::fmt;
 pub enum Severity {
     /// Good to know. Nothing is at risk.
     Note,
-    /// Locks are right, and slow, or calls may fail.
+    /// Locks are correct, but slow, or calls may fail.
     Slow,
     /// Two holders, a fence that is handed out twice, or a change that is lost, are possible.
     Unsafe,
@@ -34,7 +34,7 @@ impl fmt::Display for Severity {
     }
 }
 
-/// One thing that [`Operator::check`](crate::Operator::check) found. `Display` is a line with all of it.
+/// One thing that [`Operator::check`](crate::Operator::check) found. `Display` is one line with all of it.
 ///
 /// It names settings, tables, roles and processes; no key, no lock id and no password.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -43,13 +43,13 @@ impl fmt::Display for Severity {
 pub struct Finding {
     /// How much it matters.
     pub severity: Severity,
-    /// What it is, in a word that stays the same: those of the table in `docs/operations.md`.
+    /// A stable code for what was found, one of those in the table of [`docs/operations.md`](https://docs.rs/crate/syncguard/latest/source/docs/operations.md).
     pub code: Cow<'static, str>,
-    /// The figure that was seen, such as `fsync = off`.
+    /// The value that was seen, such as `fsync = off`.
     pub seen: String,
     /// What that means for locks.
     pub meaning: Cow<'static, str>,
-    /// One command that mends it: SQL, unless it says otherwise.
+    /// One command that fixes it: SQL, unless it says otherwise.
     pub mend: String,
 }
 
@@ -76,7 +76,7 @@ impl fmt::Display for Finding {
 }
 
 /// Every code there is.
-pub(super) const CODES: [&str; 32] = [
+pub(super) const CODES: [&str; 33] = [
     "asynchronous-standby",
     "autovacuum",
     "clock",
@@ -90,6 +90,7 @@ pub(super) const CODES: [&str; 32] = [
     "expiry-index",
     "fsync",
     "full-page-writes",
+    "members-unlogged",
     "not-a-plain-table",
     "not-looked-at",
     "old-snapshot",

@@ -18,12 +18,13 @@ fn locked_row(tables: &Tables) -> String {
     )
 }
 
-pub(super) fn release(tables: &Tables) -> String {
+/// Deletes a lease, or says why not; then comes `more`.
+pub(super) fn release(tables: &Tables, more: &str) -> String {
     let (locks, alive) = (&tables.locks, live("cur.expires_at_ms", "t.now"));
     format!(
         "WITH {}, d AS (\
            DELETE FROM {locks} AS l USING cur, t \
-           WHERE l.key {EQ} cur.key AND l.lock_id {EQ} $1 AND {alive} RETURNING 1) \
+           WHERE l.key {EQ} cur.key AND l.lock_id {EQ} $1 AND {alive} RETURNING 1){more} \
          SELECT (SELECT {COUNT} FROM cur), (SELECT {COUNT} FROM d), {RELAXED}, \
            (SELECT {COUNT} FROM cur, t WHERE {alive})",
         locked_row(tables)
@@ -38,7 +39,7 @@ pub(super) fn release_live(tables: &Tables, notification: &str) -> String {
     let (locks, alive) = (&tables.locks, live("l.expires_at_ms", CLOCK));
     format!(
         "DELETE FROM {locks} AS l WHERE l.lock_id {EQ} $1 AND {alive} \
-         RETURNING 1 OPERATOR(pg_catalog./) (CASE WHEN {alive} THEN 1 ELSE 0 END), {RELAXED}, l.key{notification}"
+         RETURNING 1 OPERATOR(pg_catalog./) (CASE WHEN {alive} THEN 1 ELSE 0 END) AS judged, {RELAXED} AS relaxed, l.key{notification}"
     )
 }
 

@@ -66,7 +66,7 @@ pub struct JobMark {
 #[non_exhaustive]
 #[must_use = "it may have done nothing"]
 pub enum MarkReset {
-    /// The mark that is gone: as if the job had never run.
+    /// The mark was removed, as if the job had never run; this is its value.
     Reset(u64),
     /// There was none.
     NotMarked,
@@ -122,10 +122,10 @@ impl Operator {
             .collect()
     }
 
-    /// Takes the mark of a job back, as if it had never run: its current slot runs at the next call, **also if it
-    /// is done**. For a mark that lies in the future, because a clock was ahead or a number was mistaken.
+    /// Removes the mark of a job, as if it had never run: its current slot runs at the next call, **even if it
+    /// is done**. For a mark that lies in the future, because a clock was ahead or a number was wrong.
     ///
-    /// `who` is logged as a warning beside the hash of the job's name, also where the answer was lost: say who
+    /// `who` is logged as a warning beside the hash of the job's name, even if the answer was lost: say who
     /// asked, and why.
     ///
     /// ```no_run
@@ -141,8 +141,8 @@ impl Operator {
     ///
     /// # Errors
     ///
-    /// `NetworkTimeout` if the mark stays locked by a transaction. After any error but one whose outcome is
-    /// unknown nothing was changed.
+    /// `NetworkTimeout` if the mark stays locked by a transaction. After any error except one whose outcome is
+    /// unknown, nothing was changed.
     pub fn reset_mark(&self, name: &str, kind: SlotKind, who: &str) -> Result<MarkReset> {
         let key = Key::new(name)?;
         let (storage_key, _) = key.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?;

@@ -1,17 +1,22 @@
 //! The optional table of members: found, made and checked when something first needs it.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::cancel::CancelToken;
 use crate::error::{LockError, Result};
 use crate::leases::backend::PostgresBackend;
 use crate::leases::collation;
 use crate::leases::engine;
+use crate::leases::note_sql::NoteStatements;
 use crate::leases::schema::TableNames;
 use crate::leases::setup::{ResolvedTables, setup_error};
 use crate::leases::shared_sql::{GROUP, SharedStatements};
+use crate::leases::turn_sql::TurnStatements;
 use crate::pg::answers::{malformed, required, text};
 use crate::pg::{Failure, Message, Session};
+
+/// How long a table of members that was missing is taken to be missing: most databases never have one.
+const MISSING: Duration = Duration::from_secs(60);
 
 /// What the database said about the table.
 struct Survey {
@@ -42,7 +47,7 @@ impl PostgresBackend {
         }
         if !self.settings.auto_create {
             return Err(LockError::invalid(
-                "shared leases need the table of members, which is not there: run the optional part of schema.sql, or call setup_schema() of a client that was built with create_members_table(true), and check members_table_name",
+                "shared leases, fair waiting, owners and notes need the table of members, which is not there: run the optional part of schema.sql, or call setup_schema() of a client that was built with create_members_table(true), and check members_table_name",
             ));
         }
         let at = self.find_tables(end, cancel)?;
@@ -58,12 +63,27 @@ impl PostgresBackend {
         }
         let found = self.database.run(end, cancel, |session| survey(session, &self.names, &at))?;
         if found.there {
+            let _ = at.notes.set(NoteStatements::new(&at.tables, at.notifies));
+            let _ = at.turns.set(TurnStatements::new(&at.tables));
             let _ = at.shared.set(SharedStatements::new(&at.tables, at.notifies));
             if found.unlogged {
                 log::warn!("the table of members is UNLOGGED: a crash empties it; ALTER TABLE … SET LOGGED");
             }
         }
         Ok(found.there)
+    }
+
+    /// The same for cleanups and operators, as far as was seen within [`MISSING`].
+    pub(super) fn has_members_by_now(&self, end: Instant) -> Result<bool> {
+        let is_known = self.find_tables(end, &CancelToken::never())?.shared.get().is_some();
+        if !is_known && self.next_members.lock().is_some_and(|next| Instant::now() < next) {
+            return Ok(false);
+        }
+        let found = self.has_members(end, &CancelToken::never())?;
+        if !found {
+            *self.next_members.lock() = Some(Instant::now() + MISSING);
+        }
+        Ok(found)
     }
 
     /// Creates what is missing of the table of members and its indexes, beside the tables `at`.

@@ -15,6 +15,8 @@ use crate::cancel::CancelToken;
 use crate::error::{LockError, Result};
 use crate::leases::acquire::{Acquire, explain_unraised_counter};
 use crate::leases::backend::PostgresBackend;
+use crate::leases::note_sql::NoteStatements;
+use crate::leases::notes;
 use crate::leases::once_sql::{self, RunStatements};
 use crate::leases::refusals::{cannot_notify, is_all_or_nothing, swallowed};
 use crate::leases::setup::ResolvedTables;
@@ -40,11 +42,13 @@ pub(crate) fn begin(
     let (key, ttl) = (Key::new(begin.attempt.key)?, Ttl::new(begin.attempt.ttl)?);
     let lock_id = LockId::parse(begin.attempt.lock_id)?;
     let call = BeginCall {
-        acquire: Acquire::new(&key, &lock_id, ttl)?,
+        acquire: Acquire::new(&key, &lock_id, ttl)?.labelled(begin.attempt.label),
         mark: key.mark(begin.slot.mark_suffix(), BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?,
         run: begin,
         two_messages: !cancel.is_never(),
     };
+    let label = begin.attempt.label;
+    backend.need_notes(label, end, cancel).map_err(|error| call.acquire.in_context(error))?;
     let outcome = backend.run_until_known(end, cancel, |session, at| {
         session.prepare(&at.runs().all())?;
         call.ask(session, at)
@@ -99,7 +103,10 @@ impl BeginCall<'_> {
         let [key, fence_key, user_key, lock_id, ttl] = self.acquire.grant_args();
         let (mark, [period, number]) = (Arg::Text(&self.mark), self.slot_args()?);
         let args = [key, fence_key, user_key, lock_id, ttl, mark, period, number];
-        let answers = self.behind_the_queue(session, at, &at.runs().begin, &args)?;
+        let label = self.run.attempt.label;
+        let noted = notes::granting(session, at, label, NoteStatements::runs)?;
+        let begin = noted.map_or(&at.runs().begin, |noted| &noted.begin_run);
+        let answers = self.behind_the_queue(session, at, begin, &notes::with_label(&args, label))?;
         let row = required(answers.row(1)?)?;
         let last = int(row, 7)?.and_then(|mark| u64::try_from(mark).ok());
         if let Some(grant) = self.acquire.grant_in(row)? {
@@ -255,8 +262,10 @@ impl MarkCall {
     }
 
     fn finish(&self, session: &mut Session<'_>, at: &ResolvedTables) -> Result<Marked, Failure> {
-        let quiet = || once_sql::finish(&at.tables, false);
-        let answers = ended(session, at, &at.runs().finish, quiet, &self.args());
+        let answers = notes::ending(session, at, NoteStatements::runs, |session, noted| {
+            let finish = noted.map_or(&at.runs().finish, |noted| &noted.finish);
+            ended(session, at, finish, || once_sql::finish(&at.tables, false, ""), &self.args())
+        });
         match answers {
             Err(failure) if is_all_or_nothing(&failure) => Err(swallowed().into()),
             answers => self.written(&answers?, |mark| mark < self.slot),
@@ -265,8 +274,11 @@ impl MarkCall {
 
     fn verify(&self, session: &mut Session<'_>, at: &ResolvedTables) -> Result<Marked, Failure> {
         let [lock_id, fence, mark, slot, _] = self.args();
-        let quiet = || once_sql::verify(&at.tables, false);
-        let answers = ended(session, at, &at.runs().verify, quiet, &[lock_id, fence, mark, slot])?;
+        let args = [lock_id, fence, mark, slot];
+        let answers = notes::ending(session, at, NoteStatements::runs, |session, noted| {
+            let verify = noted.map_or(&at.runs().verify, |noted| &noted.verify);
+            ended(session, at, verify, || once_sql::verify(&at.tables, false, ""), &args)
+        })?;
         let row = required(answers.row(0)?)?;
         Ok(Marked {
             has_row: required(int(row, 0)?)? > 0,

@@ -40,12 +40,16 @@ impl RunStatements {
              RETURNING l.expires_at_ms, l.fence, {VERSION}, l.acquired_at_ms, {DURABLE}"
         );
         Self {
-            begin: Statement::new("begin_run", &[TEXT, TEXT, TEXT, TEXT, INT, TEXT, INT, INT], begin(tables)),
+            begin: Statement::new(
+                "begin_run",
+                &[TEXT, TEXT, TEXT, TEXT, INT, TEXT, INT, INT],
+                begin(tables, ""),
+            ),
             again: Statement::new("mark_again", &[TEXT, TEXT, INT, INT], again(tables)),
             confirm: Statement::new("confirm_run", &[TEXT, TEXT], confirm),
             claim: Statement::new("claim_run", &MARKED, claim(tables)),
-            finish: finish(tables, notifies),
-            verify: verify(tables, notifies),
+            finish: finish(tables, notifies, ""),
+            verify: verify(tables, notifies, ""),
         }
     }
 
@@ -53,6 +57,9 @@ impl RunStatements {
         [&self.begin, &self.again, &self.confirm, &self.claim, &self.finish, &self.verify]
     }
 }
+
+/// The types of a labelled begin's arguments.
+pub(super) const RUN: [&str; 10] = [TEXT, TEXT, TEXT, TEXT, INT, TEXT, INT, INT, TEXT, TEXT];
 
 const MARKED: [&str; 5] = [TEXT, TEXT, TEXT, INT, TEXT];
 
@@ -66,7 +73,7 @@ fn slot_at(now: &str, (period, number): (&str, &str)) -> String {
 /// The grant of [`acquire`](crate::leases::sql) where the slot is not done. The slot is that of the grant's
 /// clock, which is read after the waits; until then a mark may have come that this snapshot does not see:
 /// [`again`] looks with the next one.
-fn begin(tables: &Tables) -> String {
+pub(super) fn begin(tables: &Tables, more: &str) -> String {
     let fences = &tables.fences;
     let slot = slot_at("mark.now", ("$7", "$8"));
     let parts = acquire_parts(tables, " AND EXISTS (SELECT 1 FROM todo)");
@@ -74,7 +81,7 @@ fn begin(tables: &Tables) -> String {
         "WITH mark AS MATERIALIZED (\
            SELECT pg_catalog.max(m.fence) AS n, {CLOCK} AS now FROM {fences} AS m WHERE m.fence_key {EQ} $6), \
          todo AS MATERIALIZED (SELECT 1 FROM mark WHERE COALESCE(mark.n, -1::pg_catalog.int8) {LT} {slot}), \
-         {parts} \
+         {parts}{more} \
          SELECT (SELECT u.expires_at_ms FROM u), (SELECT u.fence FROM u), (SELECT u.version FROM u), {}, \
            (SELECT {COUNT} FROM ok), (SELECT {COUNT} FROM cur WHERE cur.lock_id {EQ} $4), \
            (SELECT ok.now FROM ok), mark.n, mark.now FROM mark",
@@ -136,12 +143,12 @@ fn claim(tables: &Tables) -> String {
 }
 
 /// Marks the slot and deletes the lease's row, or fails (22012) if it can only do one of the two.
-pub(super) fn finish(tables: &Tables, notifies: bool) -> Statement {
+pub(super) fn finish(tables: &Tables, notifies: bool, more: &str) -> Statement {
     let (locks, notification) = (&tables.locks, notification(notifies));
     let (alive, written) = (live("cur.expires_at_ms", "t.now"), written());
     let text = format!(
         "WITH {}, {}, r AS (\
-           DELETE FROM {locks} AS l USING cur, d WHERE l.key {EQ} cur.key AND l.lock_id {EQ} $1 RETURNING 1{notification}) \
+           DELETE FROM {locks} AS l USING cur, d WHERE l.key {EQ} cur.key AND l.lock_id {EQ} $1 RETURNING 1{notification}){more} \
          SELECT (SELECT {COUNT} FROM cur), {written}, (SELECT {COUNT} FROM cur, t WHERE {alive}), \
            (SELECT m.fence FROM {} AS m WHERE m.fence_key {EQ} $3), {DURABLE}, \
            1 OPERATOR(pg_catalog./) (CASE WHEN {written} {EQ} (SELECT {COUNT} FROM r) THEN 1 ELSE 0 END)",
@@ -154,7 +161,7 @@ pub(super) fn finish(tables: &Tables, notifies: bool) -> Statement {
 
 /// Deletes the lease's row only where the mark is there: a row that goes without it, and a call that is then
 /// asked again, would take the next run's mark for this one's.
-pub(super) fn verify(tables: &Tables, notifies: bool) -> Statement {
+pub(super) fn verify(tables: &Tables, notifies: bool, more: &str) -> Statement {
     let (locks, fences, notification) = (&tables.locks, &tables.fences, notification(notifies));
     let text = format!(
         "WITH mark AS MATERIALIZED (\
@@ -162,7 +169,7 @@ pub(super) fn verify(tables: &Tables, notifies: bool) -> Statement {
          cur AS MATERIALIZED (SELECT 1 FROM {locks} AS l WHERE l.lock_id {EQ} $1 AND l.fence {EQ} $2), \
          r AS (\
            DELETE FROM {locks} AS l WHERE l.lock_id {EQ} $1 AND l.fence {EQ} $2 AND EXISTS (SELECT 1 FROM mark) \
-           RETURNING 1{notification}) \
+           RETURNING 1{notification}){more} \
          SELECT (SELECT {COUNT} FROM cur), (SELECT {COUNT} FROM r), (SELECT {COUNT} FROM mark), {RELAXED}"
     );
     Statement::new("verify_run", &[TEXT, TEXT, TEXT, INT], text)

@@ -14,16 +14,17 @@ use crate::error::{ErrorCode, LockError, Result};
 use crate::leases::backend::PostgresBackend;
 use crate::leases::fragments::{CLOCK, live};
 use crate::leases::members::is_group;
+use crate::leases::note_sql::SHOWN;
+use crate::leases::notes::label_in;
 use crate::leases::setup::ResolvedTables;
 use crate::leases::shared_sql::GROUP;
 use crate::model::fence::Fence;
 use crate::model::hash::hash_key;
-use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::pg::Failure;
 use crate::pg::answers::{Row, int, malformed, required, text};
 use crate::pg::same_session::SessionLocksHere;
 use crate::pg::session::Session;
-use crate::pg::statement::{Arg, Message, Statement};
+use crate::pg::statement::Message;
 
 /// The operator's view of the lock tables. From [`PgLockClient::operator`](crate::PgLockClient::operator).
 ///
@@ -55,29 +56,12 @@ pub struct Counts {
     /// Fence counters: one for each key that was ever locked, and for each permit.
     pub counters: u64,
     /// Marks of jobs that run once per slot: see [`Operator::marks`]. `None` if the role may not read the
-    /// counters' names: `counters` has the marks in it then.
+    /// counters' names: `counters` then includes the marks.
     #[cfg_attr(feature = "serde", serde(default))]
     pub marks: Option<u64>,
 }
 
-/// A session that is stuck over a key. From [`Operator::waiters`].
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
-#[non_exhaustive]
-pub struct Waiter {
-    /// Its server process.
-    pub pid: i32,
-    /// Its `application_name`.
-    pub application_name: String,
-    /// How long its statement has been running, in milliseconds.
-    pub waiting_ms: i64,
-    /// The server processes that it waits for. 0 is a prepared transaction, which has no process: it holds
-    /// its locks until somebody ends it, see `pg_prepared_xacts`
-    /// (<https://www.postgresql.org/docs/current/view-pg-prepared-xacts.html>).
-    pub blocked_by: Vec<i32>,
-}
-
-/// A counter that nothing has raised for long. From [`Operator::idle_counters`].
+/// A counter that has not been raised for long. From [`Operator::idle_counters`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
@@ -105,7 +89,7 @@ impl Operator {
         (self.session_locks)(end)
     }
 
-    /// The live leases, those that end last first, at most `limit` of them. A permit stands under its
+    /// The live leases, at most `limit` of them; those that end last come first. A permit is shown under its
     /// semaphore's name, with its number.
     ///
     /// ```no_run
@@ -128,30 +112,41 @@ impl Operator {
     /// ```
     pub fn holders_raw(&self, limit: u32) -> Result<Vec<LockInfoRaw>> {
         // Without it, or the right to read it, nobody knows how many there are.
-        let end = self.backend.database.end();
-        let members = self.backend.has_members(end, &CancelToken::never()).unwrap_or(false);
+        let members = self.backend.has_members_by_now(self.backend.database.end())?;
         match self.holders_with(limit, members) {
-            Err(error) if members && error.code() == ErrorCode::AuthFailed => self.holders_with(limit, false),
+            Err(error) if members && matches!(error.sqlstate(), Some("42501" | "42P01")) => {
+                self.holders_with(limit, false)
+            }
             found => found,
         }
     }
 
     fn holders_with(&self, limit: u32, members: bool) -> Result<Vec<LockInfoRaw>> {
-        let readers = |at: &ResolvedTables| {
+        let more = |at: &ResolvedTables| {
             if !members {
-                return "NULL".to_owned();
+                return "NULL, NULL, NULL".to_owned();
             }
-            let alive = live("m.expires_at_ms", "t.now");
+            let (alive, members) = (live("m.expires_at_ms", "t.now"), &at.tables.members);
+            let of_group = format!("m.key = l.key AND m.role = 's' AND m.fence = l.fence AND {alive}");
+            let label = |column| {
+                format!(
+                    "CASE WHEN pg_catalog.starts_with(l.lock_id, '{GROUP}') THEN (SELECT pg_catalog.left(m.{column}, {SHOWN}) \
+                       FROM {members} AS m WHERE {of_group} AND (m.owner IS NOT NULL OR m.note IS NOT NULL) \
+                       ORDER BY m.expires_at_ms DESC, m.lock_id LIMIT 1) \
+                     ELSE (SELECT pg_catalog.left(m.{column}, {SHOWN}) FROM {members} AS m \
+                       WHERE m.lock_id = l.lock_id AND m.role = 'n' AND m.fence = l.fence) END"
+                )
+            };
+            let (owner, note) = (label("owner"), label("note"));
             format!(
-                "CASE WHEN pg_catalog.starts_with(l.lock_id, '{GROUP}') THEN (SELECT count(*) FROM {} AS m \
-                 WHERE m.key = l.key AND m.role = 's' AND m.fence = l.fence AND {alive}) END",
-                at.tables.members
+                "CASE WHEN pg_catalog.starts_with(l.lock_id, '{GROUP}') THEN (SELECT count(*) FROM {members} AS m \
+                 WHERE {of_group}) END, {owner}, {note}"
             )
         };
         self.ask(|at| {
-            let (locks, alive, readers) = (&at.tables.locks, live("l.expires_at_ms", "t.now"), readers(at));
+            let (locks, alive, more) = (&at.tables.locks, live("l.expires_at_ms", "t.now"), more(at));
             format!(
-                "SELECT l.user_key, l.lock_id, l.expires_at_ms, l.acquired_at_ms, l.fence, {readers} \
+                "SELECT l.user_key, l.lock_id, l.expires_at_ms, l.acquired_at_ms, l.fence, {more} \
                  FROM {locks} AS l, (SELECT {CLOCK} AS now OFFSET 0) AS t WHERE {alive} \
                  ORDER BY l.expires_at_ms DESC LIMIT {limit}"
             )
@@ -160,7 +155,9 @@ impl Operator {
         .map(|row| {
             let found = lease(row)?;
             let readers = int(row, 5)?.and_then(|number| u32::try_from(number).ok());
-            Ok(if found.shared { found.shared_by(readers) } else { found })
+            let (owner, note) = label_in(row, 6)?;
+            let found = if found.shared { found.shared_by(readers) } else { found };
+            Ok(found.labelled(owner, note))
         })
         .collect()
     }
@@ -204,8 +201,8 @@ impl Operator {
         Ok(Counts { live: count(0)?, expired: count(1)?, counters: count(2)?, marks })
     }
 
-    /// The server's clock, in Unix milliseconds: what the times of leases are to be compared with, to show how
-    /// old they are. Only for display: who has a key is the server's to say.
+    /// The server's clock, in Unix milliseconds, to compare the times of leases with and show how
+    /// old they are. Only for display: the server alone decides who has a key.
     ///
     /// ```no_run
     /// # let operator = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?.operator();
@@ -220,62 +217,11 @@ impl Operator {
         required(int(required(rows.first())?, 0)?)
     }
 
-    /// The acquires of this key that wait in the server right now, in no order: those in its queue, and
-    /// the one that is through and stands before the key's row or counter, which somebody has locked.
-    /// Waiters that sleep between two attempts are not in the server and not in this list.
-    ///
-    /// An acquire does not wait for a counter that a fenced transaction holds, but answers "locked". If it
-    /// goes on doing so and nobody has the key, look for open transactions, and in `pg_prepared_xacts` for
-    /// prepared ones: those survive their session, and a restart of the server.
-    ///
-    /// ```no_run
-    /// # let operator = syncguard::PgLockClient::connect("postgresql://app@db.example/app")?.operator();
-    /// for waiter in operator.waiters("report")? {
-    ///     println!("{} waits for {:?}", waiter.pid, waiter.blocked_by);
-    /// }
-    /// # Ok::<(), syncguard::LockError>(())
-    /// ```
-    pub fn waiters(&self, key: &str) -> Result<Vec<Waiter>> {
-        let key = Key::new(key)?;
-        let (storage_key, _) = key.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?;
-        let statement = Statement::new(
-            "waiters",
-            &["text"],
-            "SELECT a.pid, a.application_name, \
-               (EXTRACT(EPOCH FROM pg_catalog.clock_timestamp() - a.query_start) * 1000)::int8, \
-               pg_catalog.array_to_string(pg_catalog.pg_blocking_pids(a.pid), ',') \
-             FROM pg_catalog.pg_locks AS w JOIN pg_catalog.pg_stat_activity AS a ON a.pid = w.pid, \
-               (SELECT pg_catalog.hashtext($1)::int8 AS number) AS k \
-             WHERE w.locktype = 'advisory' AND w.objsubid = 1 \
-               AND (NOT w.granted OR pg_catalog.cardinality(pg_catalog.pg_blocking_pids(w.pid)) > 0) \
-               AND w.database = (SELECT d.oid FROM pg_catalog.pg_database AS d WHERE d.datname = pg_catalog.current_database()) \
-               AND ((w.classid::int8 << 32) | w.objid::int8) = k.number"
-                .into(),
-        );
-        let rows = self.run_by(self.backend.database.end(), |session, _| {
-            let message =
-                Message::new().raw(session.limits_plain()).plain(&statement, &[Arg::Text(&storage_key)])?;
-            Ok(session.ask(&message)?.into_last_rows())
-        })?;
-        rows.iter()
-            .map(|row| {
-                let pid = |n: i64| i32::try_from(n).map_err(|_| malformed());
-                let blocked_by = text(row, 3)?.unwrap_or_default();
-                Ok(Waiter {
-                    pid: pid(required(int(row, 0)?)?)?,
-                    application_name: text(row, 1)?.unwrap_or_default().to_owned(),
-                    waiting_ms: int(row, 2)?.unwrap_or_default(),
-                    blocked_by: blocked_by.split(',').filter_map(|pid| pid.parse().ok()).collect(),
-                })
-            })
-            .collect()
-    }
-
-    /// Deletes rows of leases that have been over for more than 2 s, the oldest first, at most
-    /// `limit` of them; then members of shared keys that have been, as many as are left of that, if the role may.
+    /// Deletes rows of leases that have been over for more than 2 s, the oldest first; then, if the role may,
+    /// members of shared keys that have been over for as long; at most `limit` rows in all.
     /// Returns how many. For a cron job; needs `DELETE` on the lock table.
     ///
-    /// Never touches a live lease or a fence counter, never waits for a locked row. After it, a late
+    /// It never touches a live lease or a fence counter, and never waits for a locked row. After it, a late
     /// release or extend is "not found" rather than "expired": only telemetry sees the difference.
     ///
     /// ```no_run
@@ -287,12 +233,12 @@ impl Operator {
         self.backend.cleanup_expired(limit, self.backend.database.end())
     }
 
-    /// Counters that nothing has raised for at least `idle_for`, at most `limit` of them. A report
+    /// Counters that have not been raised for at least `idle_for`, at most `limit` of them. This is a report
     /// only: a counter must never be deleted, because the next holder of its key would get a fence
     /// that was handed out before. The marks of [`run_once`](crate::PgLockClient::run_once) are not counters of
     /// a key, and not among them.
     ///
-    /// The tables keep no time for it; the server does, with `track_commit_timestamp = on`
+    /// The tables do not record the time; the server does, with `track_commit_timestamp = on`
     /// (<https://www.postgresql.org/docs/current/runtime-config-replication.html#GUC-TRACK-COMMIT-TIMESTAMP>).
     ///
     /// ```no_run

@@ -29,7 +29,11 @@ pub(super) struct PermitStatements {
 impl PermitStatements {
     pub(super) fn new(tables: &Tables) -> Self {
         Self {
-            grant: Statement::new("permit_grant", &[TEXT, TEXT, INT, TEXT, INT, INT, INTS], grant(tables)),
+            grant: Statement::new(
+                "permit_grant",
+                &[TEXT, TEXT, INT, TEXT, INT, INT, INTS],
+                grant(tables, ""),
+            ),
             choose: Statement::new(
                 "permit_choose",
                 &[TEXT, INT, TEXT, INT, INTS],
@@ -40,11 +44,7 @@ impl PermitStatements {
                 ),
             ),
             count: Statement::new("permit_count", &[TEXT, INT], count(tables)),
-            release_live: Statement::new(
-                "permit_release",
-                &[TEXT, TEXT],
-                release_live(tables, &format!(", {}", notify_waiters("$2"))),
-            ),
+            release_live: Statement::new("permit_release", &[TEXT, TEXT], release(tables)),
         }
     }
 
@@ -52,6 +52,13 @@ impl PermitStatements {
     pub(super) fn all(&self) -> [&Statement; 4] {
         [&self.grant, &self.choose, &self.count, &self.release_live]
     }
+}
+
+/// The types of a labelled grant's arguments.
+pub(super) const PERMIT: [&str; 9] = [TEXT, TEXT, INT, TEXT, INT, INT, INTS, TEXT, TEXT];
+
+pub(super) fn release(tables: &Tables) -> String {
+    release_live(tables, &format!(", {}", notify_waiters("$2")))
 }
 
 /// Which parameters of a statement say what is wanted.
@@ -89,7 +96,7 @@ fn slot(tables: &Tables, wanted: &Wanted, more: &str) -> String {
 /// Chooses a permit and grants it as `acquire_absent` does a lock, but over a row that is long over as well:
 /// the upsert repeats the condition, on the newest version of the row. If the counter was raised and the row is
 /// not ours then, or a trigger has put the counter back, the message fails as a whole (22012).
-fn grant(tables: &Tables) -> String {
+pub(super) fn grant(tables: &Tables, more: &str) -> String {
     let (locks, fences, busy) = (&tables.locks, &tables.fences, busy());
     let (column, value) = tables.key_debug("slot.key");
     let names =
@@ -109,7 +116,7 @@ fn grant(tables: &Tables) -> String {
            INSERT INTO {locks} AS l (key, lock_id, expires_at_ms, acquired_at_ms, fence, user_key) \
            SELECT slot.key, $4, f.now {PLUS} $5, f.now, pg_catalog.lpad(f.fence::pg_catalog.text, 15, '0'), slot.key \
            FROM slot, f \
-           ON CONFLICT (key) DO {} RETURNING l.expires_at_ms, l.fence, l.lock_id, {VERSION} AS version) \
+           ON CONFLICT (key) DO {} RETURNING l.expires_at_ms, l.fence, l.lock_id, {VERSION} AS version){more} \
          SELECT u.expires_at_ms, u.fence, u.version, (1 OPERATOR(pg_catalog./) (CASE \
              WHEN f.fence IS NOT NULL AND (u.lock_id IS NULL OR u.lock_id {NE} $4) OR counter.fence {GE} f.fence \
              THEN 0 ELSE 1 END))::pg_catalog.int8, {DURABLE}, slot.n, NULL::pg_catalog.text \

@@ -12,11 +12,13 @@
 
 use std::time::Instant;
 
-use crate::backend::PermitGrant;
+use crate::backend::{Label, PermitGrant};
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::leases::acquire::{Acquire, Round, granted, outcome_unknown};
 use crate::leases::backend::PostgresBackend;
+use crate::leases::note_sql::NoteStatements;
+use crate::leases::notes;
 use crate::leases::refusals::{is_all_or_nothing, is_id_in_use};
 use crate::leases::setup::ResolvedTables;
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
@@ -36,6 +38,7 @@ pub(super) struct AcquirePermit<'a> {
     limit: u32,
     lock_id: &'a LockId,
     ttl: Ttl,
+    label: Label<'a>,
 }
 
 /// How often a message that failed looks again. More often is no progress: something swallows its changes.
@@ -53,10 +56,16 @@ enum Choice {
 }
 
 impl<'a> AcquirePermit<'a> {
-    pub(super) fn new(semaphore: &'a Key, limit: u32, lock_id: &'a LockId, ttl: Ttl) -> Result<Self> {
+    pub(super) fn new(
+        semaphore: &'a Key,
+        limit: u32,
+        lock_id: &'a LockId,
+        ttl: Ttl,
+        label: Label<'a>,
+    ) -> Result<Self> {
         let (prefix, fence_prefix) =
             semaphore.semaphore().stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?;
-        Ok(Self { semaphore, prefix, fence_prefix, limit, lock_id, ttl })
+        Ok(Self { semaphore, prefix, fence_prefix, limit, lock_id, ttl, label })
     }
 
     pub(super) fn run(
@@ -65,6 +74,9 @@ impl<'a> AcquirePermit<'a> {
         end: Instant,
         cancel: &CancelToken,
     ) -> Result<Option<PermitGrant>> {
+        let in_context =
+            |error: LockError| error.with_key(self.semaphore.as_str()).with_lock_id(self.lock_id.as_str());
+        backend.need_notes(self.label, end, cancel).map_err(in_context)?;
         let mut by_read = !cancel.is_never();
         let answer = backend.run_until_known(end, cancel, |session, at| {
             let answer = self.any(session, at, by_read);
@@ -83,7 +95,7 @@ impl<'a> AcquirePermit<'a> {
             }
             Err(failure) => Err(failure.into_error()),
         };
-        permit.map_err(|error| error.with_key(self.semaphore.as_str()).with_lock_id(self.lock_id.as_str()))
+        permit.map_err(in_context)
     }
 
     /// One permit after the other, until one is granted or none is left.
@@ -114,7 +126,8 @@ impl<'a> AcquirePermit<'a> {
                 }
             };
             let key = self.semaphore.permit(number);
-            match Acquire::new(&key, self.lock_id, self.ttl)?.round(session, at, by_read) {
+            let acquire = Acquire::new(&key, self.lock_id, self.ttl)?.labelled(self.label);
+            match acquire.round(session, at, by_read) {
                 Ok(Round::Locked) => {
                     session.rollback();
                     left_out.push(number.into());
@@ -145,7 +158,9 @@ impl<'a> AcquirePermit<'a> {
             Arg::Int(self.start()),
             Arg::Ints(left_out),
         ];
-        let answers = match session.commit_one(&at.permits.grant, &args) {
+        let noted = notes::granting(session, at, self.label, NoteStatements::permits)?;
+        let grant = noted.map_or(&at.permits.grant, |noted| &noted.permit_grant);
+        let answers = match session.commit_one(grant, &notes::with_label(&args, self.label)) {
             Err(failure) if is_all_or_nothing(&failure) || is_id_in_use(&failure) => {
                 return Ok(Choice::Changed);
             }

@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use crate::backend::{
     AcquireResult, Attempt, AttemptAll, BeginOutcome, BeginRun, Capabilities, Connections, ExtendOutcome,
-    Grant, GrantAll, Holder, Intent, LockBackend, LockInfo, LockInfoRaw, Lookup, MarkOutcome, MarkRun,
-    MarkStep, OnHeard, PermitAttempt, PermitGrant, ReleaseOutcome, RenewOutcome, Renewal, SharedAttempt,
-    TimeAuthority, Watch,
+    Grant, GrantAll, HeldBy, Holder, Intent, LockBackend, LockInfo, LockInfoRaw, Lookup, MarkOutcome,
+    MarkRun, MarkStep, OnHeard, PermitAttempt, PermitGrant, ReleaseOutcome, RenewOutcome, Renewal,
+    SharedAttempt, TimeAuthority, Turn, TurnAttempt, Watch,
 };
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
@@ -14,7 +14,7 @@ use crate::leases::acquire::Acquire;
 use crate::leases::backend::PostgresBackend;
 use crate::leases::permits::{self, AcquirePermit};
 use crate::leases::several::AcquireAll;
-use crate::leases::{extend, once, once_sql, read, release, several, shared, sql};
+use crate::leases::{extend, once, once_sql, read, release, several, shared, sql, turns};
 use crate::model::fence::Fence;
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES, validate_limit};
 use crate::model::lock_id::LockId;
@@ -56,7 +56,8 @@ impl LockBackend for PostgresBackend {
     fn grant(&self, attempt: &Attempt<'_>, cancel: &CancelToken) -> Result<Option<Grant>> {
         let (key, ttl) = (Key::new(attempt.key)?, Ttl::new(attempt.ttl)?);
         let lock_id = LockId::parse(attempt.lock_id)?;
-        Acquire::new(&key, &lock_id, ttl)?.run(self, self.database.end_by(attempt.deadline), cancel)
+        let acquire = Acquire::new(&key, &lock_id, ttl)?.labelled(attempt.label);
+        acquire.run(self, self.database.end_by(attempt.deadline), cancel)
     }
 
     fn grant_all(&self, attempt: &AttemptAll<'_>, cancel: &CancelToken) -> Result<GrantAll> {
@@ -65,6 +66,10 @@ impl LockBackend for PostgresBackend {
 
     fn holder(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<Option<Holder>> {
         read::holder(self, &Key::new(key)?, self.database.end_by(deadline), cancel)
+    }
+
+    fn who_holds(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<Option<HeldBy>> {
+        read::who_holds(self, &Key::new(key)?, self.database.end_by(deadline), cancel)
     }
 
     fn watch(&self, key: &str, heard: OnHeard) -> Option<Box<dyn Watch>> {
@@ -112,11 +117,8 @@ impl LockBackend for PostgresBackend {
         validate_limit(attempt.limit)?;
         let (semaphore, ttl) = (Key::new(attempt.semaphore)?, Ttl::new(attempt.ttl)?);
         let lock_id = LockId::parse(attempt.lock_id)?;
-        AcquirePermit::new(&semaphore, attempt.limit, &lock_id, ttl)?.run(
-            self,
-            self.database.end_by(attempt.deadline),
-            cancel,
-        )
+        let acquire = AcquirePermit::new(&semaphore, attempt.limit, &lock_id, ttl, attempt.label)?;
+        acquire.run(self, self.database.end_by(attempt.deadline), cancel)
     }
 
     fn permits_in_use(
@@ -166,6 +168,14 @@ impl LockBackend for PostgresBackend {
             &LockId::parse(lock_id)?,
             self.database.end_by(deadline),
         )
+    }
+
+    fn grant_in_turn(&self, attempt: &TurnAttempt<'_>, cancel: &CancelToken) -> Result<Option<Grant>> {
+        turns::acquire(self, attempt, cancel)
+    }
+
+    fn turn(&self, ticket: &Intent<'_>, deadline: Moment, cancel: &CancelToken) -> Result<Turn> {
+        turns::look(self, ticket, self.database.end_by(deadline), cancel)
     }
 
     fn announce(&self, intent: &Intent<'_>, deadline: Moment) -> Result<()> {

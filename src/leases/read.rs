@@ -2,11 +2,12 @@
 
 use std::time::Instant;
 
-use crate::backend::{Holder, LockInfoRaw, Lookup};
+use crate::backend::{HeldBy, Holder, LockInfoRaw, Lookup};
 use crate::cancel::CancelToken;
 use crate::error::{LockError, Result};
 use crate::leases::backend::PostgresBackend;
 use crate::leases::cleanup;
+use crate::leases::members::is_group;
 use crate::leases::setup::ResolvedTables;
 use crate::leases::shared_read;
 use crate::model::fence::Fence;
@@ -79,6 +80,7 @@ pub(crate) fn lookup(
                 .and_then(|found| {
                     found.map(|found| shared_read::shown(backend, found, (end, cancel))).transpose()
                 })
+                .map(|found| labelled(backend, found, (end, cancel)))
                 .map_err(|error| error.with_key(key.as_str()))
         }
         Lookup::LockId(id) => {
@@ -89,11 +91,43 @@ pub(crate) fn lookup(
                 Ok(None) if LockId::may_be_shared(id.as_str()) => {
                     shared_read::lookup(backend, &id, (end, cancel))
                 }
-                found => found,
+                found => found.map(|found| labelled(backend, found, (end, cancel))),
             }
             .map_err(|error| error.with_lock_id(id.as_str()))
         }
     }
+}
+
+/// The live lease of a key, with its owner and note where they can be had.
+pub(super) fn who_holds(
+    backend: &PostgresBackend,
+    key: &Key,
+    end: Instant,
+    cancel: &CancelToken,
+) -> Result<Option<HeldBy>> {
+    let (storage_key, _) = key.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?;
+    let read = |row: &Row| {
+        let now_ms = required(int(row, 5)?)?;
+        let found = live_row(row, None)?;
+        Ok(found.map(|found| (Holder::until(None, found.expires_at_ms, now_ms).remaining, found)))
+    };
+    let found = ask(backend, (end, cancel), |at| &at.statements.by_key, &storage_key, read)
+        .map_err(|error| error.with_key(key.as_str()))?;
+    Ok(found.map(|(remaining, found)| {
+        let group = is_group(&found.lock_id);
+        let found = backend.labelled(if group { found.shared_by(None) } else { found }, (end, cancel));
+        HeldBy::new(found.sanitized(), remaining)
+    }))
+}
+
+/// What a lookup found, with its owner and note in a client that writes them itself.
+fn labelled(
+    backend: &PostgresBackend,
+    found: Option<LockInfoRaw>,
+    (end, cancel): (Instant, &CancelToken),
+) -> Option<LockInfoRaw> {
+    let shows = || backend.find_tables(end, cancel).is_ok_and(|at| backend.shows_owners(&at));
+    found.map(|found| if shows() { backend.labelled(found, (end, cancel)) } else { found })
 }
 
 /// The holder by a row's expiry and the server's clock. A row that is long over is cleaned up, if the

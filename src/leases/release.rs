@@ -15,6 +15,8 @@ use crate::backend::{Reason, ReleaseOutcome};
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::leases::backend::PostgresBackend;
+use crate::leases::note_sql::NoteStatements;
+use crate::leases::notes;
 use crate::leases::notify::notify_waiters;
 use crate::leases::refusals::{cannot_notify, is_all_or_nothing, swallowed};
 use crate::leases::setup::ResolvedTables;
@@ -35,11 +37,13 @@ pub(crate) fn release(
     cancel: &CancelToken,
 ) -> Result<ReleaseOutcome> {
     let outcome = release_with(backend, lock_id, end, cancel, |session, at| {
-        if cancel.is_never() {
-            one_message(session, at, lock_id, None)
-        } else {
-            two_messages(session, at, lock_id)
-        }
+        notes::ending(session, at, NoteStatements::locks, |session, noted| {
+            if cancel.is_never() {
+                one_message(session, at, lock_id, (None, noted))
+            } else {
+                two_messages(session, at, lock_id, noted)
+            }
+        })
     })?;
     if outcome != ReleaseOutcome::NotHeld(Some(Reason::NotFound))
         || !LockId::may_be_shared(lock_id.as_str())
@@ -78,7 +82,9 @@ pub(super) fn release_permit(
 ) -> Result<ReleaseOutcome> {
     let (name, _) = semaphore.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?;
     release_with(backend, lock_id, end, &CancelToken::never(), |session, at| {
-        one_message(session, at, lock_id, Some(&name))
+        notes::ending(session, at, NoteStatements::permits, |session, noted| {
+            one_message(session, at, lock_id, (Some(&name), noted))
+        })
     })
 }
 
@@ -150,14 +156,21 @@ fn one_message(
     session: &mut Session<'_>,
     at: &ResolvedTables,
     lock_id: &LockId,
-    semaphore: Option<&str>,
+    (semaphore, noted): (Option<&str>, Option<&NoteStatements>),
 ) -> Result<ReleaseOutcome, Failure> {
     let id = Arg::Text(lock_id.as_str());
+    let (live, of_permit) = match noted {
+        None => (&at.statements.release_live, &at.permits.release_live),
+        Some(noted) => {
+            session.prepare(&noted.locks())?;
+            (&noted.release_live, &noted.permit_release_live)
+        }
+    };
     let answers = match semaphore.filter(|_| at.notifies) {
-        None => session.commit_one(&at.statements.release_live, &[id]),
+        None => session.commit_one(live, &[id]),
         Some(name) => {
             session.prepare(&at.permits.all())?;
-            session.commit_one(&at.permits.release_live, &[id, Arg::Text(name)])
+            session.commit_one(of_permit, &[id, Arg::Text(name)])
         }
     };
     match answers {
@@ -171,7 +184,7 @@ fn one_message(
         Err(failure) if is_all_or_nothing(&failure) || (at.notifies && cannot_notify(&failure)) => {}
         other => drop(other?),
     }
-    carefully(session, at, lock_id)
+    carefully(session, at, lock_id, noted)
 }
 
 /// Deletes the lease, or says why not. Calls nobody.
@@ -179,9 +192,11 @@ fn carefully(
     session: &mut Session<'_>,
     at: &ResolvedTables,
     lock_id: &LockId,
+    noted: Option<&NoteStatements>,
 ) -> Result<ReleaseOutcome, Failure> {
     let id = [Arg::Text(lock_id.as_str())];
-    let answers = session.commit_one(&at.statements.release, &id)?;
+    let release = noted.map_or(&at.statements.release, |noted| &noted.release);
+    let answers = session.commit_one(release, &id)?;
     let row = required(answers.row(0)?)?;
     match (required(int(row, 0)?)?, required(int(row, 1)?)?, required(int(row, 3)?)?) {
         (_, 1.., _) => Ok(ReleaseOutcome::Released),
@@ -195,8 +210,10 @@ fn two_messages(
     session: &mut Session<'_>,
     at: &ResolvedTables,
     lock_id: &LockId,
+    noted: Option<&NoteStatements>,
 ) -> Result<ReleaseOutcome, Failure> {
     let statements = &at.statements;
+    let delete = noted.map_or(&statements.delete, |noted| &noted.delete);
     let id = Arg::Text(lock_id.as_str());
     let read = Message::new()
         .raw(session.prelude_between())
@@ -209,11 +226,11 @@ fn two_messages(
         return Ok(ReleaseOutcome::NotHeld(Some(reason)));
     }
     let key = found.map(|row| row.key).unwrap_or_default();
-    let write = Message::new().call(&statements.delete, &[Arg::Text(&key), id]).raw("COMMIT");
+    let write = Message::new().call(delete, &[Arg::Text(&key), id]).raw("COMMIT");
     let answers = match session.commit(&write) {
         Err(failure) if at.notifies && cannot_notify(&failure) => {
             session.rollback();
-            return carefully(session, at, lock_id);
+            return carefully(session, at, lock_id, noted);
         }
         answers => answers?,
     };

@@ -272,7 +272,12 @@ fn index_name(table: &str, suffix: &str) -> String {
 
 /// The name of the table of members beside a table of leases.
 fn members_of(locks: &str) -> String {
-    if locks == DEFAULT_LOCKS { DEFAULT_MEMBERS.to_owned() } else { fitting("", locks, "members") }
+    match fitting("", locks, "members") {
+        _ if locks == DEFAULT_LOCKS => DEFAULT_MEMBERS.to_owned(),
+        // That of the default lock table, whose readers a grant here would delete.
+        taken if taken == DEFAULT_MEMBERS => format!("{locks}_lock_members"),
+        members => members,
+    }
 }
 
 fn fitting(prefix: &str, table: &str, suffix: &str) -> String {

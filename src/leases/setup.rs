@@ -1,6 +1,7 @@
 //! Finding the tables, and making what is missing of them.
 
 use std::sync::OnceLock;
+use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 use crate::cancel::CancelToken;
@@ -8,12 +9,14 @@ use crate::error::{LockError, Result};
 use crate::leases::collation;
 use crate::leases::engine::{self, Probe};
 use crate::leases::fragments::MARKS;
+use crate::leases::note_sql::NoteStatements;
 use crate::leases::once_sql::RunStatements;
 use crate::leases::permit_sql::PermitStatements;
 use crate::leases::schema::{Survey, TableNames, Tables};
 use crate::leases::several_sql::SetStatements;
 use crate::leases::shared_sql::SharedStatements;
 use crate::leases::sql::Statements;
+use crate::leases::turn_sql::TurnStatements;
 use crate::pg::answers::{required, text};
 use crate::pg::{Database, Failure, Message, Session};
 
@@ -31,6 +34,12 @@ pub(super) struct ResolvedTables {
     pub(super) runs: OnceLock<RunStatements>,
     /// Those of shared leases, made when the table of members is found.
     pub(super) shared: OnceLock<SharedStatements>,
+    /// Those that write notes, made then, too.
+    pub(super) notes: OnceLock<NoteStatements>,
+    /// Whether this client has written any.
+    pub(super) noted: AtomicBool,
+    /// Those of turns, made then, too.
+    pub(super) turns: OnceLock<TurnStatements>,
 }
 
 impl ResolvedTables {
@@ -140,6 +149,9 @@ pub(super) fn resolve(
         is_utf8,
         runs: OnceLock::new(),
         shared: OnceLock::new(),
+        notes: OnceLock::new(),
+        noted: AtomicBool::new(false),
+        turns: OnceLock::new(),
     })
 }
 

@@ -9,12 +9,14 @@
 use std::time::{Duration, Instant};
 
 use crate::backend::{
-    Acquired, AttemptAll, Grant, GrantAll, Holder, Reason, ReleaseOutcome, Version, check_set,
+    Acquired, AttemptAll, Grant, GrantAll, Holder, Label, Reason, ReleaseOutcome, Version, check_set,
 };
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::leases::acquire::{GRANTED, counter_is_exhausted, fence_exhausted, fence_of};
 use crate::leases::backend::PostgresBackend;
+use crate::leases::note_sql::NoteStatements;
+use crate::leases::notes;
 use crate::leases::refusals::{cannot_notify, is_all_or_nothing, swallowed};
 use crate::leases::setup::ResolvedTables;
 use crate::leases::several_sql::{Fenced, fenced};
@@ -42,6 +44,7 @@ pub(crate) struct AcquireAll<'a> {
     /// Sorted by the bytes of the storage key: the order of every statement.
     wanted: Vec<Wanted<'a>>,
     ttl: Ttl,
+    label: Label<'a>,
 }
 
 /// The arguments of the statements, by column.
@@ -51,17 +54,19 @@ struct Columns<'a> {
     user_keys: Vec<&'a str>,
     lock_ids: Vec<&'a str>,
     ttl: i64,
+    label: Label<'a>,
 }
 
 impl Columns<'_> {
-    fn grant(&self) -> [Arg<'_>; 5] {
-        [
+    fn grant(&self) -> Vec<Arg<'_>> {
+        let plain = [
             Arg::Texts(&self.keys),
             Arg::Texts(&self.fence_keys),
             Arg::Texts(&self.user_keys),
             Arg::Texts(&self.lock_ids),
             Arg::Int(self.ttl),
-        ]
+        ];
+        notes::with_label(&plain, self.label)
     }
 
     fn ids(&self) -> [Arg<'_>; 2] {
@@ -97,7 +102,7 @@ impl<'a> AcquireAll<'a> {
                 "two of the keys are the same in Unicode's normal form: name it once",
             ));
         }
-        Ok(Self { wanted, ttl })
+        Ok(Self { wanted, ttl, label: attempt.label })
     }
 
     pub(crate) fn run(
@@ -106,6 +111,7 @@ impl<'a> AcquireAll<'a> {
         end: Instant,
         cancel: &CancelToken,
     ) -> Result<GrantAll> {
+        backend.need_notes(self.label, end, cancel)?;
         let columns = self.columns();
         let mut lost = false;
         let round = backend.run_until_known(end, cancel, |session, at| {
@@ -140,6 +146,7 @@ impl<'a> AcquireAll<'a> {
             user_keys: self.wanted.iter().map(|want| want.key.as_str()).collect(),
             lock_ids: self.wanted.iter().map(|want| want.lock_id).collect(),
             ttl: self.ttl.millis(),
+            label: self.label,
         }
     }
 
@@ -172,7 +179,9 @@ impl<'a> AcquireAll<'a> {
         columns: &Columns<'_>,
     ) -> Result<Round, Failure> {
         let careful = |session: &mut Session<'_>| self.careful(session, at, columns, &CancelToken::never());
-        let answers = match session.commit_one(&at.set_statements.absent, &columns.grant()) {
+        let noted = notes::granting(session, at, self.label, NoteStatements::sets)?;
+        let absent = noted.map_or(&at.set_statements.absent, |noted| &noted.set_absent);
+        let answers = match session.commit_one(absent, &columns.grant()) {
             // A row was written since the look, perhaps by an earlier copy of this very attempt.
             Err(failure) if is_all_or_nothing(&failure) => return careful(session),
             other => other?,
@@ -207,14 +216,16 @@ impl<'a> AcquireAll<'a> {
         cancel: &CancelToken,
     ) -> Result<Round, Failure> {
         let (statements, keys) = (&at.set_statements, [Arg::Texts(&columns.keys)]);
+        let noted = notes::granting(session, at, self.label, NoteStatements::sets)?;
+        let (grant, args) = (noted.map_or(&statements.grant, |noted| &noted.set_grant), columns.grant());
         let answers = if cancel.is_never() {
             let message = Message::new().raw(session.prelude()).call(&statements.queue, &keys);
-            session.commit(&message.call(&statements.grant, &columns.grant()))
+            session.commit(&message.call(grant, &args))
         } else {
             let message = Message::new().raw(session.prelude_between()).call(&statements.queue, &keys);
             session.begin(&message.call(&statements.hold, &columns.ids()))?;
             session.check_cancel()?;
-            session.commit(&Message::new().call(&statements.grant, &columns.grant()).raw("COMMIT"))
+            session.commit(&Message::new().call(grant, &args).raw("COMMIT"))
         };
         let answers = match answers {
             Err(failure) if is_all_or_nothing(&failure) => {
@@ -350,15 +361,19 @@ pub(crate) fn release_all(
     }
     let never = CancelToken::never();
     let outcome = backend.run_until_known(end, &never, |session, at| {
-        let statements = &at.set_statements;
-        session.prepare(&statements.all())?;
+        let plain = &at.set_statements;
+        session.prepare(&plain.all())?;
         let ids = [Arg::Texts(lock_ids)];
-        let answers = match session.commit_one(&statements.release, &ids) {
-            Err(failure) if at.notifies && cannot_notify(&failure) => {
-                session.commit_one(&statements.release_quietly, &ids)?
+        let answers = notes::ending(session, at, NoteStatements::sets, |session, noted| {
+            let (release, quietly) = match noted {
+                None => (&plain.release, &plain.release_quietly),
+                Some(noted) => (&noted.set_release, &noted.set_release_quietly),
+            };
+            match session.commit_one(release, &ids) {
+                Err(failure) if at.notifies && cannot_notify(&failure) => session.commit_one(quietly, &ids),
+                answers => answers,
             }
-            answers => answers?,
-        };
+        })?;
         Ok(released(&answers, lock_ids.len())?)
     });
     match outcome {

@@ -13,7 +13,7 @@ use crate::leases::held::notification;
 use crate::leases::schema::Tables;
 use crate::leases::sql::{STALE, upsert};
 use crate::model::fence::{FENCE_MAX, Fence};
-use crate::pg::names::{COUNT, EQ, GE, INT, LT, MINUS, NE, PLUS, TEXTS};
+use crate::pg::names::{COUNT, EQ, GE, INT, LT, MINUS, NE, PLUS, TEXT, TEXTS};
 use crate::pg::statement::{Statement, push_quoted};
 
 /// The statements for several keys. A connection prepares them with their first use.
@@ -42,13 +42,13 @@ impl SetStatements {
     pub(crate) fn new(tables: &Tables, notifies: bool) -> Self {
         const ASKED: &[&str] = &[TEXTS, TEXTS, TEXTS, TEXTS, INT];
         Self {
-            absent: Statement::new("set_absent", ASKED, absent(tables)),
+            absent: Statement::new("set_absent", ASKED, absent(tables, "")),
             queue: Statement::new("set_queue", &[TEXTS], queue()),
             hold: Statement::new("set_hold", &[TEXTS, TEXTS], hold(tables)),
-            grant: Statement::new("set_grant", ASKED, grant(tables)),
+            grant: Statement::new("set_grant", ASKED, grant(tables, "")),
             confirm: Statement::new("set_confirm", &[TEXTS, TEXTS], confirm(tables)),
-            release: Statement::new("set_release", &[TEXTS], release(tables, notifies)),
-            release_quietly: Statement::new("set_release_quietly", &[TEXTS], release(tables, false)),
+            release: Statement::new("set_release", &[TEXTS], release(tables, notifies, "")),
+            release_quietly: Statement::new("set_release_quietly", &[TEXTS], release(tables, false, "")),
         }
     }
 
@@ -65,6 +65,9 @@ impl SetStatements {
         ]
     }
 }
+
+/// The types of a labelled grant's arguments.
+pub(super) const SET: &[&str] = &[TEXTS, TEXTS, TEXTS, TEXTS, INT, TEXT, TEXT];
 
 /// What is asked for, one row per key, in order.
 const WANT: &str = "want AS MATERIALIZED (\
@@ -115,7 +118,7 @@ fn insert(tables: &Tables, now: &str, conflict: &str) -> String {
 }
 
 /// The several keys' [`acquire_absent`](crate::leases::sql): every step is that statement's, for all keys.
-fn absent(tables: &Tables) -> String {
+pub(super) fn absent(tables: &Tables, more: &str) -> String {
     let (locks, fences, check, busy) = (&tables.locks, &tables.fences, all_or_nothing(), busy());
     let free = "CROSS JOIN queue WHERE queue.free AND NOT EXISTS (SELECT 1 FROM look) \
         AND NOT EXISTS (SELECT 1 FROM counter WHERE counter.busy)";
@@ -134,7 +137,7 @@ fn absent(tables: &Tables) -> String {
          {}, \
          g AS MATERIALIZED (\
            SELECT {CLOCK} AS now FROM (SELECT {COUNT} AS n FROM f) AS x WHERE x.n {EQ} (SELECT {COUNT} FROM want)), \
-         {} \
+         {}{more} \
          SELECT want.place, u.expires_at_ms, u.fence, u.version, ({check})::pg_catalog.int8, {DURABLE} \
            FROM want LEFT JOIN u ON u.key {EQ} want.key WHERE EXISTS (SELECT 1 FROM f) \
          UNION ALL SELECT look.place, look.expires_at_ms, look.fence, look.lock_id, {CLOCK}, NULL FROM look",
@@ -174,7 +177,7 @@ fn hold(tables: &Tables) -> String {
 }
 
 /// The several keys' careful [`acquire`](crate::leases::sql).
-fn grant(tables: &Tables) -> String {
+pub(super) fn grant(tables: &Tables, more: &str) -> String {
     let (fences, check) = (&tables.fences, all_or_nothing());
     format!(
         "WITH {WANT}, {}, \
@@ -189,7 +192,7 @@ fn grant(tables: &Tables) -> String {
            SELECT {CLOCK} AS now FROM (SELECT {COUNT} AS n FROM counter) AS held WHERE EXISTS (SELECT 1 FROM free) \
              AND held.n {EQ} (SELECT {COUNT} FROM want CROSS JOIN LATERAL (\
                SELECT 1 FROM {fences} AS c WHERE c.fence_key {EQ} want.fence_key LIMIT 1) AS c)), \
-         {}, {} \
+         {}, {}{more} \
          SELECT want.place, u.expires_at_ms, u.fence, u.version, \
            {check}, \
            look.rest_ms, look.fence, look.live, look.own, (SELECT {COUNT} FROM cur WHERE cur.own), \
@@ -219,7 +222,7 @@ fn confirm(tables: &Tables) -> String {
     )
 }
 
-fn release(tables: &Tables, notifies: bool) -> String {
+pub(super) fn release(tables: &Tables, notifies: bool, more: &str) -> String {
     let (locks, alive) = (&tables.locks, live("cur.expires_at_ms", "t.now"));
     let notification = notification(notifies);
     format!(
@@ -231,7 +234,7 @@ fn release(tables: &Tables, notifies: bool) -> String {
            SELECT {CLOCK} AS now FROM (SELECT {COUNT} AS n FROM cur) AS a WHERE a.n {GE} 0::pg_catalog.int8), \
          d AS (\
            DELETE FROM {locks} AS l USING cur, t \
-           WHERE l.key {EQ} cur.key AND l.lock_id {EQ} cur.lock_id AND {alive} RETURNING cur.place{notification}) \
+           WHERE l.key {EQ} cur.key AND l.lock_id {EQ} cur.lock_id AND {alive} RETURNING cur.place{notification}){more} \
          SELECT cur.place, {alive}, EXISTS (SELECT 1 FROM d WHERE d.place {EQ} cur.place), {RELAXED} \
          FROM cur CROSS JOIN t"
     )

@@ -3,6 +3,8 @@
 //! 1. What nearly always happens is one message: a live group is joined, or one is made where no row stands. All else
 //!    is decided in a second one, behind the key's queue and with the group's row locked, by a statement whose
 //!    snapshot is younger than both.
+//!    So is a group that was joined when it might have been over before the answer came: a client that reads without a
+//!    lock may have read its old end, and be about to write over it.
 //! 2. A leave has the group's row first, and counts its members in the next statement.
 //! 3. A renewal lengthens each group once, and changes a member only while its group has the member's fence.
 //! 4. With a token a change takes two messages, and the token is looked at between them.
@@ -11,31 +13,33 @@
 use std::time::{Duration, Instant};
 
 use crate::backend::{
-    ExtendOutcome, Grant, Intent, LostReason, Reason, ReleaseOutcome, RenewOutcome, Renewal, SharedAttempt,
+    ExtendOutcome, Grant, Intent, Label, LostReason, Reason, ReleaseOutcome, RenewOutcome, Renewal,
+    SharedAttempt,
 };
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
-use crate::leases::acquire::{Acquire, Round, explain_unraised_counter, granted, outcome_unknown};
+use crate::leases::acquire::{
+    Acquire, Round, explain_unraised_counter, explain_unwritten_row, granted, outcome_unknown,
+};
 use crate::leases::backend::PostgresBackend;
 use crate::leases::members::prepared;
 use crate::leases::refusals::{cannot_notify, is_all_or_nothing, swallowed};
 use crate::leases::setup::ResolvedTables;
 use crate::leases::shared_sql::{SharedStatements, group_id};
+use crate::leases::ticket::millis;
 use crate::leases::{shared_renew, shared_sql};
 use crate::model::fence::Fence;
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::model::lock_id::LockId;
-use crate::model::time::{TIME_TOLERANCE_MS, Ttl, is_live};
+use crate::model::time::Ttl;
 use crate::pg::Failure;
-use crate::pg::answers::{Answers, int, malformed, required, text};
+use crate::pg::answers::{Answers, flag, int, malformed, required, text};
 use crate::pg::session::Session;
 use crate::pg::statement::{Arg, Message};
 
-/// Who has waited for so long yields to nobody.
-const LONGEST_WAIT: Duration = Duration::from_secs(10 * 365 * 86_400);
-
-fn millis(duration: Duration) -> i64 {
-    i64::try_from(duration.min(LONGEST_WAIT).as_millis()).unwrap_or(i64::MAX / 4)
+/// None, if it is negative.
+fn millis_of(span: i64) -> Duration {
+    Duration::from_millis(u64::try_from(span).unwrap_or(0))
 }
 
 /// One attempt to become a reader of a key.
@@ -45,6 +49,7 @@ struct Join<'a> {
     fence_key: String,
     lock_id: &'a LockId,
     ttl: Ttl,
+    label: Label<'a>,
 }
 
 pub(super) fn join(
@@ -58,16 +63,16 @@ pub(super) fn join(
     cancel.check()?;
     let end = backend.database.end_by(attempt.deadline);
     let (storage_key, fence_key) = key.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?;
-    let join = Join { key: &key, storage_key, fence_key, lock_id: &lock_id, ttl };
+    let label = attempt.label;
+    label.check()?;
+    let join = Join { key: &key, storage_key, fence_key, lock_id: &lock_id, ttl, label };
     let in_context = |error: LockError| error.with_key(attempt.key).with_lock_id(attempt.lock_id);
     backend.need_members(end, cancel).map_err(in_context)?;
-    // What may be there already yields to nobody.
-    let mut waited = shared.waited;
+    // A copy that waits for the group's row is over when the row is had: only the careful message has it first.
+    let mut asks_again = false;
     let answer = backend.run_until_known(end, cancel, |session, at| {
-        let answer = join.attempt(session, at, waited, cancel);
-        if answer.as_ref().is_err_and(Failure::is_in_doubt) {
-            waited = LONGEST_WAIT;
-        }
+        let answer = join.attempt(session, at, (shared.waited, asks_again), cancel);
+        asks_again |= answer.as_ref().is_err_and(Failure::is_in_doubt);
         answer
     });
     let grant = match answer {
@@ -85,7 +90,7 @@ impl Join<'_> {
         &self,
         session: &mut Session<'_>,
         at: &ResolvedTables,
-        waited: Duration,
+        (waited, asks_again): (Duration, bool),
         cancel: &CancelToken,
     ) -> Result<Round, Failure> {
         let statements = prepared(session, at)?;
@@ -98,19 +103,25 @@ impl Join<'_> {
             Arg::Int(self.ttl.millis()),
             Arg::Text(self.lock_id.as_str()),
             Arg::Int(millis(waited)),
+            Arg::Text(self.label.owner.unwrap_or_default()),
+            Arg::Text(self.label.note.unwrap_or_default()),
         ];
-        if cancel.is_never() {
+        if cancel.is_never() && !asks_again {
+            let sent = Instant::now();
             match session.commit_one(&statements.join, &args) {
                 // A row has come since the look, or the member is another key's.
                 Err(failure) if is_all_or_nothing(&failure) => {}
                 answers => {
                     let answers = answers?;
                     let row = required(answers.row(0)?)?;
-                    if let Some(round) = granted(row)? {
-                        return Ok(round);
-                    }
-                    if required(int(row, 4)?)? > 0 || required(int(row, 5)?)? > 0 {
-                        return Ok(Round::Locked);
+                    let round = granted(row)?;
+                    let is_certain = int(row, 6)?.is_none_or(|rest| sent.elapsed() < millis_of(rest));
+                    match round {
+                        Some(round) if is_certain => return Ok(round),
+                        None if required(int(row, 4)?)? > 0 || required(int(row, 5)?)? > 0 => {
+                            return Ok(Round::Locked);
+                        }
+                        _ => {}
                     }
                 }
             }
@@ -167,14 +178,14 @@ impl Join<'_> {
                 .with_message("the lock id is in use for another key: choose a fresh one per attempt");
             return Err(error.into());
         }
-        let answers = session.ask_one(&at.statements.look, &[Arg::Text(&self.storage_key)])?;
-        if let Some(row) = answers.row(0)? {
-            let (expires_at_ms, now_ms) = (required(int(row, 0)?)?, required(int(row, 1)?)?);
-            if is_live(expires_at_ms, now_ms, TIME_TOLERANCE_MS) {
-                return Ok(Round::Locked);
-            }
+        // Readers wait for the queue: a group that stands was not in the way of this one.
+        let answers = session.ask_one(&at.statements.by_key, &[Arg::Text(&self.storage_key)])?;
+        if let Some(row) = answers.row(0)?
+            && text(row, 1)? == Some(&group_id(&at.tables, &self.storage_key))
+        {
+            return Err(swallowed().into());
         }
-        Err(swallowed().into())
+        explain_unwritten_row(session, at, &self.storage_key)
     }
 }
 
@@ -219,8 +230,8 @@ pub(super) fn leave(
         answers => answers?,
     };
     let row = required(answers.row(0)?)?;
-    let found = |column| -> Result<bool> { Ok(required(int(row, column)?)? > 0) };
-    Ok(match (found(3)?, found(1)?, found(2)?) {
+    let found = |column| -> Result<bool> { Ok(flag(row, column)?.unwrap_or(false)) };
+    Ok(match (found(2)?, found(0)?, found(1)?) {
         (true, true, true) => Some(ReleaseOutcome::Released),
         (true, false, _) => Some(ReleaseOutcome::NotHeld(Some(Reason::Expired))),
         (true, true, false) => Some(ReleaseOutcome::NotHeld(Some(Reason::NotFound))),
@@ -292,7 +303,7 @@ pub(super) fn announce(backend: &PostgresBackend, intent: &Intent<'_>, end: Inst
     let (key, _) = Key::new(intent.key)?.stored(BACKEND_LIMIT_POSTGRES, RESERVE_BYTES_POSTGRES)?;
     let id = LockId::parse(intent.id)?;
     let never = CancelToken::never();
-    // Somebody shares the key, so it is there; where not, nobody has to be told.
+    // Who shares the key, or asks for its turn, has made it; where not, nobody has to be told.
     if !backend.has_members(end, &never)? {
         return Ok(());
     }
@@ -301,6 +312,8 @@ pub(super) fn announce(backend: &PostgresBackend, intent: &Intent<'_>, end: Inst
         Arg::Text(id.as_str()),
         Arg::Int(millis(intent.waited)),
         Arg::Int(millis(intent.lasts)),
+        Arg::Int(intent.priority.into()),
+        Arg::Text(intent.note.unwrap_or_default()),
     ];
     let said = backend.run(end, &never, |session, at| {
         let statements = prepared(session, at)?;

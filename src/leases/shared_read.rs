@@ -7,6 +7,7 @@ use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::leases::backend::PostgresBackend;
 use crate::leases::members::{is_group, prepared};
+use crate::leases::notes::label_in;
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::model::lock_id::LockId;
 use crate::model::time::{TIME_TOLERANCE_MS, is_live};
@@ -62,7 +63,8 @@ pub(super) fn lookup(
         session.check_cancel()?;
         let Some(row) = answers.row(0)? else { return Ok(None) };
         let found = live_reader(row)?;
-        Ok(found.map(|found| found.shared_by(None)))
+        let (owner, note) = label_in(row, 7)?;
+        Ok(found.map(|found| found.shared_by(None).labelled(owner, note)))
     });
     found.map_err(LockError::from)?.map(|found| shown(backend, found, (end, cancel))).transpose()
 }

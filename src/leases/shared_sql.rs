@@ -4,15 +4,18 @@
 //! table of members. Whoever changes a member has the group's row first, so that what is counted under it is all
 //! there is. Prepared on a connection with its first shared lease: who takes none pays for none.
 
+use crate::backend::LONGEST_TICKET_MS;
 use crate::error::Result;
 use crate::leases::fragments::{CLEANUP_GUARD_MS, CLOCK, DURABLE, RELAXED, busy, live};
 use crate::leases::held::{new_end, notification};
+use crate::leases::note_sql::{SHOWN, optional};
+use crate::leases::notify::notify_waiters;
 use crate::leases::schema::{Tables, digest};
 use crate::leases::sql::{all_or_nothing, insert, raise, upsert};
 use crate::model::fence::Fence;
 use crate::model::lock_id::LockId;
 use crate::model::time::TIME_TOLERANCE_MS;
-use crate::pg::names::{COUNT, EQ, GE, GT, INT, INTS, LT, MINUS, NE, PLUS, TEXT, TEXTS};
+use crate::pg::names::{COUNT, EQ, GE, GT, INT, INTS, LE, LT, MINUS, NE, PLUS, TEXT, TEXTS};
 use crate::pg::statement::{Statement, push_quoted};
 
 /// What a group's lock id begins with: no lock id has this character.
@@ -29,17 +32,18 @@ pub(super) fn group_id(tables: &Tables, storage_key: &str) -> String {
 
 /// The statements, made when the table of members is found.
 pub(crate) struct SharedStatements {
-    /// `(storage key, fence key, user key, group's id, ttl ms, lock id, waited ms)`: becomes a member of a live
+    /// `(storage key, fence key, user key, group's id, ttl ms, lock id, waited ms, owner or '', note or '')`: becomes a member of a live
     /// group, or makes one where no row stands. Answers (expiry, fence, version, 1, intents to yield to, whether a
-    /// lease of another kind stands), the first three NULL if it did neither.
+    /// lease of another kind stands, for how long the group lived without the change), the first three NULL if it did
+    /// neither, the last if it made one.
     pub(super) join: Statement,
     /// `(storage key, group's id)`: locks the group's row.
     pub(super) hold: Statement,
     /// The arguments of `join`: decides with the group's row locked, in a snapshot of its own. Answers (expiry,
     /// fence, version, 1, whether all but the counter was well).
     pub(super) found: Statement,
-    /// `(storage key, group's id, lock id)`: after `hold`. Answers (members found, live ones, those of the group,
-    /// members seen).
+    /// `(storage key, group's id, lock id)`: after `hold`. Answers whether a live member was found (NULL if none), whether
+    /// its group was, and whether any member.
     pub(super) leave: Statement,
     /// The same without a notification.
     pub(super) leave_quietly: Statement,
@@ -51,12 +55,12 @@ pub(crate) struct SharedStatements {
     pub(super) renew_alone: Statement,
     /// `(storage key, fence)`: how many live members a group has.
     pub(super) count: Statement,
-    /// `(lock id)`: answers (user key, lock id, expiry, since, fence, clock, storage key) of a member of a group
+    /// `(lock id)`: answers (user key, lock id, expiry, since, fence, clock, storage key, owner, note) of a member of a group
     /// that stands.
     pub(super) by_id: Statement,
-    /// `(storage key, id, waited ms, lasts ms)`
+    /// `(storage key, id, waited ms, lasts ms, priority, note or '')`
     pub(super) announce: Statement,
-    /// `(id)`
+    /// `(id)`: calls waiters where the key is free.
     pub(super) withdraw: Statement,
 }
 
@@ -65,7 +69,7 @@ impl SharedStatements {
         let (locks, members) = (&tables.locks, &tables.members);
         let alive = live("m.expires_at_ms", CLOCK);
         Self {
-            join: Statement::new("join", &JOINED, join(tables)),
+            join: Statement::new("join", &JOIN, join(tables)),
             hold: Statement::new(
                 "hold_group",
                 &[TEXT, TEXT],
@@ -73,7 +77,7 @@ impl SharedStatements {
                     "SELECT 1::pg_catalog.int8 FROM {locks} AS l WHERE l.key {EQ} $1 AND l.lock_id {EQ} $2 FOR UPDATE"
                 ),
             ),
-            found: Statement::new("found", &JOINED, found(tables)),
+            found: Statement::new("found", &JOIN, found(tables)),
             leave: Statement::new("leave", &[TEXT, TEXT, TEXT], leave(tables, &notification(notifies))),
             leave_quietly: Statement::new("leave_quietly", &[TEXT, TEXT, TEXT], leave(tables, "")),
             trim: Statement::new("trim_group", &[TEXT, TEXT], trim(tables)),
@@ -90,28 +94,14 @@ impl SharedStatements {
                 "reader",
                 &[TEXT],
                 format!(
-                    "SELECT l.user_key, m.lock_id, m.expires_at_ms, m.since_ms, m.fence, {CLOCK}, m.key \
+                    "SELECT l.user_key, m.lock_id, m.expires_at_ms, m.since_ms, m.fence, {CLOCK}, m.key, \
+                       pg_catalog.\"left\"(m.owner, {SHOWN}), pg_catalog.\"left\"(m.note, {SHOWN}) \
                      FROM {members} AS m JOIN {locks} AS l ON l.key {EQ} m.key AND l.fence {EQ} m.fence \
                      WHERE m.lock_id {EQ} $1 AND m.role {EQ} 's' AND pg_catalog.starts_with(l.lock_id, '{GROUP}')"
                 ),
             ),
-            announce: Statement::new(
-                "announce",
-                &[TEXT, TEXT, INT, INT],
-                format!(
-                    "INSERT INTO {members} AS m (lock_id, key, role, since_ms, expires_at_ms) \
-                     SELECT $2, $1, 'w', t.now {MINUS} $3, t.now {PLUS} $4 FROM (SELECT {CLOCK} AS now OFFSET 0) AS t \
-                     ON CONFLICT (lock_id) DO UPDATE SET expires_at_ms = EXCLUDED.expires_at_ms WHERE m.role {EQ} 'w' \
-                     RETURNING {RELAXED}"
-                ),
-            ),
-            withdraw: Statement::new(
-                "withdraw",
-                &[TEXT],
-                format!(
-                    "DELETE FROM {members} AS m WHERE m.lock_id {EQ} $1 AND m.role {EQ} 'w' RETURNING {RELAXED}"
-                ),
-            ),
+            announce: Statement::new("announce", &[TEXT, TEXT, INT, INT, INT, TEXT], announce(tables)),
+            withdraw: Statement::new("withdraw", &[TEXT], withdraw(tables, notifies)),
         }
     }
 
@@ -133,27 +123,103 @@ impl SharedStatements {
     }
 }
 
-const JOINED: [&str; 7] = [TEXT, TEXT, TEXT, TEXT, INT, TEXT, INT];
+const JOIN: [&str; 9] = [TEXT, TEXT, TEXT, TEXT, INT, TEXT, INT, TEXT, TEXT];
 const RENEWED: &[&str] = &[TEXTS, TEXTS, TEXTS, INTS, TEXTS, TEXTS];
 
-/// `older`: a writer that has waited longer than this reader, if there is one.
-fn older(tables: &Tables) -> String {
+/// `($2, …)`: a row of whoever waits, in `values`. Said again it may become older, and never younger: the first message may have
+/// been slow, and the clock may have been set back.
+pub(super) fn wait_row(tables: &Tables, values: &str) -> String {
     let members = &tables.members;
     format!(
-        "older AS MATERIALIZED (\
-           SELECT 1 FROM {members} AS w WHERE w.key {EQ} $1 AND w.role {EQ} 'w' AND w.expires_at_ms {GT} {CLOCK} \
-             AND w.since_ms {LT} ({CLOCK} {MINUS} $7) LIMIT 1)"
+        "INSERT INTO {members} AS m (lock_id, key, role, since_ms, expires_at_ms, priority, note) {values} \
+         ON CONFLICT (lock_id) DO UPDATE SET expires_at_ms = EXCLUDED.expires_at_ms, \
+           priority = EXCLUDED.priority, note = EXCLUDED.note, \
+           since_ms = LEAST(m.since_ms, EXCLUDED.since_ms) \
+         WHERE m.role {EQ} 'w' AND m.key {EQ} EXCLUDED.key"
     )
 }
 
-/// `g`: the group of `cur`, locked, lengthened to the new member's end if it lives at `t`.
+/// Waits for the key, by an intent or a ticket, and deletes those of the key that are long over.
+fn announce(tables: &Tables) -> String {
+    let members = &tables.members;
+    let values = "SELECT $2, $1, 'w', t.now OPERATOR(pg_catalog.-) $3, t.now OPERATOR(pg_catalog.+) $4, $5::pg_catalog.int4, \
+         CASE WHEN $6 OPERATOR(pg_catalog.<>) '' THEN $6 END FROM t";
+    format!(
+        "WITH t AS MATERIALIZED (SELECT {CLOCK} AS now), \
+         old AS MATERIALIZED (\
+           SELECT d.lock_id FROM {members} AS d, t WHERE d.key {EQ} $1 AND d.role {EQ} 'w' AND d.lock_id {NE} $2 \
+             AND d.expires_at_ms {LT} (t.now {MINUS} {CLEANUP_GUARD_MS}::pg_catalog.int8) \
+           LIMIT {MOST_DEAD} FOR UPDATE OF d SKIP LOCKED), \
+         gone AS (DELETE FROM {members} AS d USING old WHERE d.lock_id {EQ} old.lock_id) \
+         {} RETURNING {RELAXED}",
+        wait_row(tables, values)
+    )
+}
+
+/// Whoever comes next may be next now: a key that is free has no release to call it.
+fn withdraw(tables: &Tables, notifies: bool) -> String {
+    let (locks, members) = (&tables.locks, &tables.members);
+    let call = if notifies {
+        format!(
+            ", CASE WHEN NOT EXISTS (SELECT 1 FROM {locks} AS l WHERE l.key {EQ} m.key AND {}) THEN {} END",
+            live("l.expires_at_ms", CLOCK),
+            notify_waiters("m.key")
+        )
+    } else {
+        String::new()
+    };
+    format!(
+        "DELETE FROM {members} AS m WHERE m.lock_id {EQ} $1 AND m.role {EQ} 'w' RETURNING {RELAXED}{call}"
+    )
+}
+
+/// Whether `w` still waits. What says that it lasts for too long is nobody's.
+pub(super) fn in_line(now: &str) -> String {
+    format!(
+        "w.expires_at_ms {GT} {now} AND w.expires_at_ms {LE} ({now} {PLUS} {LONGEST_TICKET_MS}::pg_catalog.int8)"
+    )
+}
+
+/// `older`: a writer that has waited longer than this reader, if there is one, where one more `condition` is fulfilled.
+fn older(tables: &Tables, condition: &str) -> String {
+    let (members, in_line) = (&tables.members, in_line(CLOCK));
+    format!(
+        "older AS MATERIALIZED (\
+           SELECT 1 FROM {members} AS w WHERE w.key {EQ} $1 AND w.role {EQ} 'w' AND {in_line} \
+             AND w.since_ms {LT} ({CLOCK} {MINUS} $7){condition} LIMIT 1)"
+    )
+}
+
+/// A reader that asks again and is there already yields to nobody.
+fn unless_joined(tables: &Tables) -> String {
+    let (locks, members) = (&tables.locks, &tables.members);
+    format!(
+        " AND NOT EXISTS (\
+           SELECT 1 FROM {members} AS m, {locks} AS l WHERE m.lock_id {EQ} $6 AND m.key {EQ} $1 AND m.role {EQ} 's' \
+             AND l.key {EQ} $1 AND l.lock_id {EQ} $4 AND l.fence {EQ} m.fence)"
+    )
+}
+
+/// `cur`: the key's row by this `condition`, locked, and the clock after that: what is read beside a row lock is read when
+/// the row is had.
+fn locked(tables: &Tables, condition: &str) -> String {
+    let locks = &tables.locks;
+    format!(
+        "cur AS MATERIALIZED (\
+           SELECT l.lock_id, l.expires_at_ms, {CLOCK} AS now FROM (\
+             SELECT l.lock_id, l.expires_at_ms FROM {locks} AS l \
+             WHERE l.key {EQ} $1 AND {condition} AND NOT EXISTS (SELECT 1 FROM older) FOR UPDATE OF l) AS l)"
+    )
+}
+
+/// `g`: the group of `cur`, lengthened to the new member's end if it lives.
 fn lengthen(tables: &Tables) -> String {
-    let (locks, alive) = (&tables.locks, live("cur.expires_at_ms", "t.now"));
+    let (locks, alive) = (&tables.locks, live("cur.expires_at_ms", "cur.now"));
     format!(
         "g AS (\
-           UPDATE {locks} AS l SET expires_at_ms = GREATEST(cur.expires_at_ms, t.now {PLUS} $5) FROM cur, t \
+           UPDATE {locks} AS l SET expires_at_ms = GREATEST(cur.expires_at_ms, cur.now {PLUS} $5) FROM cur \
            WHERE l.key {EQ} $1 AND l.lock_id {EQ} $4 AND cur.lock_id {EQ} $4 AND {alive} \
-           RETURNING l.fence, t.now, l.expires_at_ms {GE} (t.now {PLUS} $5) AS lasts)"
+           RETURNING l.fence, cur.now, l.expires_at_ms {GE} (cur.now {PLUS} $5) AS lasts, cur.expires_at_ms {MINUS} cur.now AS rest)"
     )
 }
 
@@ -161,15 +227,16 @@ fn lengthen(tables: &Tables) -> String {
 /// leaves it as it is. One of an earlier group, which a late copy finds, is over, and becomes one of this group: its
 /// guard sees the other fence.
 fn member(tables: &Tables) -> String {
-    let members = &tables.members;
+    let (members, owner, note) = (&tables.members, optional("$8"), optional("$9"));
     let same = format!("m.fence {EQ} EXCLUDED.fence AND {}", live("m.expires_at_ms", "EXCLUDED.since_ms"));
     format!(
         "joined AS (\
-           SELECT g.fence, g.now, g.lasts FROM g UNION ALL SELECT u.fence, u.expires_at_ms {MINUS} $5, true FROM u), \
+           SELECT g.fence, g.now, g.lasts, g.rest FROM g \
+           UNION ALL SELECT u.fence, u.expires_at_ms {MINUS} $5, true, NULL::pg_catalog.int8 FROM u), \
          m AS (\
-           INSERT INTO {members} AS m (lock_id, key, role, since_ms, expires_at_ms, fence) \
-           SELECT $6, $1, 's', j.now, j.now {PLUS} $5, j.fence FROM joined AS j \
-           ON CONFLICT (lock_id) DO UPDATE SET fence = EXCLUDED.fence, \
+           INSERT INTO {members} AS m (lock_id, key, role, since_ms, expires_at_ms, fence, owner, note) \
+           SELECT $6, $1, 's', j.now, j.now {PLUS} $5, j.fence, {owner}, {note} FROM joined AS j \
+           ON CONFLICT (lock_id) DO UPDATE SET fence = EXCLUDED.fence, owner = EXCLUDED.owner, note = EXCLUDED.note, \
              since_ms = CASE WHEN {same} THEN m.since_ms ELSE EXCLUDED.since_ms END, \
              expires_at_ms = CASE WHEN {same} THEN m.expires_at_ms ELSE EXCLUDED.expires_at_ms END \
            WHERE m.key {EQ} EXCLUDED.key AND m.role {EQ} 's' \
@@ -177,50 +244,44 @@ fn member(tables: &Tables) -> String {
     )
 }
 
-/// What `member` answers, and fails the message (22012) where the group was changed and the member is not its.
-fn joined() -> String {
+/// What `member` answers, from [`JOINED`], and fails the message (22012) where the group was changed and the member is not
+/// its, or where something is `amiss` besides.
+fn joined(amiss: &str) -> String {
     format!(
-        "(SELECT m.expires_at_ms FROM m), (SELECT m.fence FROM m), (SELECT m.version FROM m), \
-         (1 OPERATOR(pg_catalog./) (CASE WHEN EXISTS (SELECT 1 FROM joined AS j WHERE NOT j.lasts OR NOT EXISTS (\
-           SELECT 1 FROM m WHERE m.fence {EQ} j.fence)) THEN 0 ELSE 1 END))::pg_catalog.int8"
+        "m.expires_at_ms, m.fence, m.version, \
+         (1 OPERATOR(pg_catalog./) (CASE WHEN j.fence IS NOT NULL AND (NOT j.lasts OR m.fence IS NULL OR m.fence {NE} j.fence) \
+           {amiss} THEN 0 ELSE 1 END))::pg_catalog.int8"
     )
 }
+
+/// One row, with what was joined and the member, if there are any.
+const JOINED: &str = "FROM (SELECT 1) AS one LEFT JOIN joined AS j ON true LEFT JOIN m ON true";
 
 /// What nearly always happens: a live group, or no row at all, which is made one as `acquire_absent` makes a
 /// lease.
 fn join(tables: &Tables) -> String {
     let (locks, fences, busy) = (&tables.locks, &tables.fences, busy());
-    let free = "FROM queue WHERE queue.free AND NOT EXISTS (SELECT 1 FROM counter WHERE counter.busy)";
+    let free = "WHERE NOT EXISTS (SELECT 1 FROM look) AND NOT EXISTS (SELECT 1 FROM older) \
+         AND NOT EXISTS (SELECT 1 FROM counter WHERE counter.busy) \
+         AND pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext($1)::pg_catalog.int8)";
+    let amiss = format!(
+        "OR f.fence IS NOT NULL AND (j.fence IS NULL OR (SELECT counter.fence FROM counter) {GE} f.fence)"
+    );
     format!(
         "WITH {}, \
          look AS MATERIALIZED (SELECT l.lock_id, l.expires_at_ms FROM {locks} AS l WHERE l.key {EQ} $1), \
-         cur AS MATERIALIZED (\
-           SELECT l.lock_id, l.expires_at_ms FROM {locks} AS l \
-           WHERE l.key {EQ} $1 AND l.lock_id {EQ} $4 AND NOT EXISTS (SELECT 1 FROM older) FOR UPDATE OF l), \
-         t AS MATERIALIZED (\
-           SELECT {CLOCK} AS now FROM (SELECT {COUNT} AS n FROM cur) AS a WHERE a.n {GE} 0::pg_catalog.int8), \
-         {}, \
-         queue AS MATERIALIZED (\
-           SELECT pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext($1)::pg_catalog.int8) AS free \
-           WHERE NOT EXISTS (SELECT 1 FROM look) AND NOT EXISTS (SELECT 1 FROM older)), \
-         counter AS MATERIALIZED (\
-           SELECT x.fence, {busy} \
-           FROM {fences} AS x WHERE x.fence_key {EQ} $2), \
+         {}, {}, \
+         counter AS MATERIALIZED (SELECT x.fence, {busy} FROM {fences} AS x WHERE x.fence_key {EQ} $2), \
          {}, {}, {} \
          SELECT {}, (SELECT {COUNT} FROM older), (SELECT {COUNT} FROM look WHERE look.lock_id {NE} $4 AND {}), \
-           (1 OPERATOR(pg_catalog./) (CASE WHEN EXISTS (SELECT 1 FROM f) AND (NOT EXISTS (SELECT 1 FROM u) \
-             OR EXISTS (SELECT 1 FROM f, counter WHERE counter.fence {GE} f.fence)) THEN 0 ELSE 1 END)), {DURABLE}",
-        older(tables),
+           j.rest, {DURABLE} {JOINED} LEFT JOIN f ON true",
+        older(tables, ""),
+        locked(tables, &format!("l.lock_id {EQ} $4")),
         lengthen(tables),
-        raise(tables, free, ""),
-        insert(
-            tables,
-            ("n.fence", "n.now"),
-            &format!("(SELECT f.fence, {CLOCK} AS now FROM f) AS n"),
-            "NOTHING"
-        ),
+        raise(tables, free, &format!(", {CLOCK} AS now")),
+        insert(tables, ("f.fence", "f.now"), "f", "NOTHING"),
         member(tables),
-        joined(),
+        joined(&amiss),
         live("look.expires_at_ms", CLOCK),
     )
 }
@@ -231,17 +292,12 @@ fn found(tables: &Tables) -> String {
     let (locks, fences, members) = (&tables.locks, &tables.fences, &tables.members);
     let free = format!(
         "(SELECT {COUNT} FROM {locks} AS l WHERE l.key {EQ} $1) {EQ} (SELECT {COUNT} FROM cur) \
-         AND NOT EXISTS (SELECT 1 FROM older) AND NOT EXISTS (SELECT 1 FROM cur, t WHERE {})",
-        live("cur.expires_at_ms", "t.now")
+         AND NOT EXISTS (SELECT 1 FROM older) AND NOT EXISTS (SELECT 1 FROM cur WHERE {})",
+        live("cur.expires_at_ms", "cur.now")
     );
     format!(
         "WITH {}, \
-         cur AS MATERIALIZED (\
-           SELECT l.lock_id, l.expires_at_ms FROM {locks} AS l \
-           WHERE l.key {EQ} $1 AND (l.lock_id {EQ} $4 OR NOT {}) AND NOT EXISTS (SELECT 1 FROM older) FOR UPDATE OF l), \
-         t AS MATERIALIZED (\
-           SELECT {CLOCK} AS now FROM (SELECT {COUNT} AS n FROM cur) AS a WHERE a.n {GE} 0::pg_catalog.int8), \
-         {}, \
+         {}, {}, \
          ok AS MATERIALIZED (\
            SELECT {CLOCK} AS now FROM (SELECT {COUNT} AS n FROM (\
              SELECT 1 FROM {fences} AS c WHERE c.fence_key {EQ} $2 AND {free} \
@@ -252,14 +308,14 @@ fn found(tables: &Tables) -> String {
            SELECT d.lock_id FROM {members} AS d WHERE d.key {EQ} $1 AND d.role {EQ} 's' AND d.lock_id {NE} $6 \
              AND EXISTS (SELECT 1 FROM u) LIMIT {MOST_DEAD} FOR UPDATE OF d SKIP LOCKED), \
          gone AS (DELETE FROM {members} AS d USING old WHERE d.lock_id {EQ} old.lock_id) \
-         SELECT {}, (SELECT {COUNT} FROM ok), {}",
-        older(tables),
-        live("l.expires_at_ms", CLOCK),
+         SELECT {}, (SELECT {COUNT} FROM ok), {} {JOINED}",
+        older(tables, &unless_joined(tables)),
+        locked(tables, &format!("(l.lock_id {EQ} $4 OR NOT {})", live("l.expires_at_ms", CLOCK))),
         lengthen(tables),
         raise(tables, "FROM ok", ""),
         insert(tables, ("f.fence", "ok.now"), "f, ok", &upsert()),
         member(tables),
-        joined(),
+        joined(""),
         all_or_nothing(tables),
     )
 }
@@ -269,52 +325,51 @@ fn found(tables: &Tables) -> String {
 const HELD: &str = "l.xmax OPERATOR(pg_catalog.=) (pg_catalog.pg_current_xact_id()::pg_catalog.xid)";
 
 /// Deletes a member, and its group if no live member of it is left; else sees that the group ends with the last
-/// of them, and not much later. Members that are long over go with it. Fails the message (22012) where the group is
+/// of them, and not much later. A late join may make it one of another group meanwhile: then it stays, as that group does. Members that are long over go with it. Fails the message (22012) where the group is
 /// there and not held: again, then.
 fn leave(tables: &Tables, notification: &str) -> String {
     let (locks, members) = (&tables.locks, &tables.members);
     let group = format!("l.key {EQ} $1 AND l.lock_id {EQ} $2 AND l.fence {EQ}");
     format!(
-        "WITH t AS MATERIALIZED (SELECT {CLOCK} AS now), \
-         seen AS MATERIALIZED (\
-           SELECT m.fence, {} AS lives FROM {members} AS m, t \
+        "WITH seen AS MATERIALIZED (\
+           SELECT m.fence, t.now, {} AS lives FROM {members} AS m, (SELECT {CLOCK} AS now OFFSET 0) AS t \
            WHERE m.lock_id {EQ} $3 AND m.key {EQ} $1 AND m.role {EQ} 's'), \
          own AS MATERIALIZED (SELECT l.fence, {HELD} AS held FROM {locks} AS l, seen WHERE {group} seen.fence), \
          d AS (\
-           DELETE FROM {members} AS m WHERE m.lock_id {EQ} $3 AND m.key {EQ} $1 AND m.role {EQ} 's' \
+           DELETE FROM {members} AS m USING seen \
+           WHERE m.lock_id {EQ} $3 AND m.key {EQ} $1 AND m.role {EQ} 's' AND m.fence {EQ} seen.fence \
            RETURNING m.fence), \
          others AS MATERIALIZED (\
-           SELECT pg_catalog.max(m.expires_at_ms) AS last FROM {members} AS m, t, own \
+           SELECT pg_catalog.max(m.expires_at_ms) AS last FROM {members} AS m, seen, own \
            WHERE m.key {EQ} $1 AND m.role {EQ} 's' AND m.lock_id {NE} $3 AND m.fence {EQ} own.fence AND {}), \
          x AS (\
            DELETE FROM {locks} AS l USING d, others WHERE {group} d.fence AND {HELD} AND others.last IS NULL \
-           RETURNING 1{notification}), \
+           RETURNING 1 AS ended{notification}), \
          s AS (\
            UPDATE {locks} AS l SET expires_at_ms = others.last FROM d, others \
            WHERE {group} d.fence AND {HELD} AND l.expires_at_ms {GT} (others.last {PLUS} {TIME_TOLERANCE_MS}::pg_catalog.int8)), \
          old AS MATERIALIZED (\
-           SELECT m.lock_id FROM {members} AS m, t WHERE m.key {EQ} $1 AND m.role {EQ} 's' AND m.lock_id {NE} $3 \
-             AND m.expires_at_ms {LT} (t.now {MINUS} {CLEANUP_GUARD_MS}::pg_catalog.int8) \
+           SELECT m.lock_id FROM {members} AS m, seen WHERE m.key {EQ} $1 AND m.role {EQ} 's' AND m.lock_id {NE} $3 \
+             AND m.expires_at_ms {LT} (seen.now {MINUS} {CLEANUP_GUARD_MS}::pg_catalog.int8) \
            LIMIT {MOST_DEAD} FOR UPDATE OF m SKIP LOCKED), \
          gone AS (DELETE FROM {members} AS m USING old WHERE m.lock_id {EQ} old.lock_id) \
-         SELECT (SELECT {COUNT} FROM d), (SELECT {COUNT} FROM seen WHERE seen.lives), (SELECT {COUNT} FROM own), \
-           (SELECT {COUNT} FROM seen), (1 OPERATOR(pg_catalog./) (CASE WHEN \
-             EXISTS (SELECT 1 FROM seen WHERE seen.lives) AND EXISTS (SELECT 1 FROM own) AND (NOT EXISTS (SELECT 1 FROM d) \
-             OR EXISTS (SELECT 1 FROM others WHERE others.last IS NULL) AND NOT EXISTS (SELECT 1 FROM x)) \
-             OR EXISTS (SELECT 1 FROM own WHERE NOT own.held) THEN 0 ELSE 1 END)), {RELAXED}",
+         SELECT seen.lives, own.fence IS NOT NULL, seen.fence IS NOT NULL, (1 OPERATOR(pg_catalog./) (CASE WHEN \
+             seen.lives AND own.fence IS NOT NULL AND (d.fence IS NULL OR others.last IS NULL AND x.ended IS NULL) \
+             OR NOT own.held THEN 0 ELSE 1 END)), {RELAXED} \
+         FROM others LEFT JOIN seen ON true LEFT JOIN own ON true LEFT JOIN d ON true LEFT JOIN x ON true",
         live("m.expires_at_ms", "t.now"),
-        live("m.expires_at_ms", "t.now"),
+        live("m.expires_at_ms", "seen.now"),
     )
 }
 
 /// After a lease that was shortened. In a statement of its own, as a leave: a renewal may have waited for the row, and
-/// does not see who joined meanwhile.
+/// does not see who joined meanwhile. A group whose members were all deleted as dead by then is over.
 fn trim(tables: &Tables) -> String {
     let (locks, members) = (&tables.locks, &tables.members);
     let group = format!("l.key {EQ} $1 AND l.lock_id {EQ} $2 AND {HELD}");
     format!(
         "WITH ends AS MATERIALIZED (\
-           SELECT pg_catalog.max(m.expires_at_ms) AS last FROM {members} AS m, {locks} AS l \
+           SELECT COALESCE(pg_catalog.max(m.expires_at_ms), 0::pg_catalog.int8) AS last FROM {members} AS m, {locks} AS l \
            WHERE {group} AND m.key {EQ} $1 AND m.role {EQ} 's' AND m.fence {EQ} l.fence) \
          UPDATE {locks} AS l SET expires_at_ms = ends.last FROM ends \
          WHERE {group} AND l.expires_at_ms {GT} (ends.last {PLUS} {TIME_TOLERANCE_MS}::pg_catalog.int8) RETURNING {RELAXED}"

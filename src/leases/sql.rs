@@ -104,7 +104,7 @@ impl Statements {
                 ),
             ),
             view: Statement::new("view", &[TEXT, TEXT], view(tables)),
-            grant: Statement::new("grant", &[TEXT, TEXT, TEXT, TEXT, INT], grant(tables)),
+            grant: Statement::new("grant", &[TEXT, TEXT, TEXT, TEXT, INT], grant(tables, "")),
             confirm: Statement::new(
                 "confirm",
                 &[TEXT, TEXT],
@@ -113,11 +113,15 @@ impl Statements {
                      RETURNING l.expires_at_ms, l.fence, {VERSION}"
                 ),
             ),
-            acquire: Statement::new("acquire", &[TEXT, TEXT, TEXT, TEXT, INT], acquire(tables)),
+            acquire: Statement::new(
+                "acquire",
+                &[TEXT, TEXT, TEXT, TEXT, INT],
+                acquire(tables, Where::ANYWHERE),
+            ),
             acquire_absent: Statement::new(
                 "acquire_absent",
                 &[TEXT, TEXT, TEXT, TEXT, INT],
-                acquire_absent(tables),
+                acquire_absent(tables, Where::ANYWHERE),
             ),
             queue_for: Statement::new(
                 "queue_for",
@@ -151,7 +155,7 @@ impl Statements {
                     new_end((VERSION, "$4"), "l.expires_at_ms", "t.asked")
                 ),
             ),
-            release: Statement::new("release", &[TEXT], release(tables)),
+            release: Statement::new("release", &[TEXT], release(tables, "")),
             release_live: Statement::new("release_live", &[TEXT], release_live(tables, &notification)),
             extend: Statement::new("extend", &[TEXT, INT, TEXT, TEXT], extend(tables)),
             renew: Statement::new("renew", &[TEXTS, TEXTS, INTS, TEXTS, TEXTS], renew(tables)),
@@ -307,9 +311,27 @@ pub(super) fn all_or_nothing(tables: &Tables) -> String {
     )
 }
 
-fn grant(tables: &Tables) -> String {
+/// What an acquire depends on besides, and what it does with a grant: parts of the statement before and after its own.
+#[derive(Clone, Copy)]
+pub(super) struct Where<'a> {
+    pub(super) before: &'a str,
+    pub(super) condition: &'a str,
+    pub(super) after: &'a str,
+}
+
+impl<'a> Where<'a> {
+    const ANYWHERE: Self = Self::then("");
+
+    /// On no condition.
+    pub(super) const fn then(after: &'a str) -> Self {
+        Self { before: "", condition: "", after }
+    }
+}
+
+/// The write of a key that was looked at in another message, and what `more` does with its row.
+pub(super) fn grant(tables: &Tables, more: &str) -> String {
     format!(
-        "WITH ok AS MATERIALIZED (SELECT {CLOCK} AS now), {} \
+        "WITH ok AS MATERIALIZED (SELECT {CLOCK} AS now), {}{more} \
          SELECT (SELECT u.expires_at_ms FROM u), (SELECT u.fence FROM u), (SELECT u.version FROM u), {}",
         write(tables),
         all_or_nothing(tables)
@@ -318,13 +340,15 @@ fn grant(tables: &Tables) -> String {
 
 /// The whole acquire but the queue. `cur` is the row, locked, if it is over or ours; a visible row
 /// that is not in `cur` is somebody's. The counter is locked only when no row stands against it, and
-/// a visible counter that cannot be locked is somebody's, too. Then comes the clock, then the grant.
-fn acquire(tables: &Tables) -> String {
+/// a visible counter that cannot be locked is somebody's, too. Then comes the clock, then the grant, and what `after`
+/// does with its row.
+pub(super) fn acquire(tables: &Tables, only: Where<'_>) -> String {
+    let Where { before, condition, after } = only;
     format!(
-        "WITH {} \
+        "WITH {before}{}{after} \
          SELECT (SELECT u.expires_at_ms FROM u), (SELECT u.fence FROM u), (SELECT u.version FROM u), {}, \
            (SELECT {COUNT} FROM ok), (SELECT {COUNT} FROM cur WHERE cur.lock_id {EQ} $4)",
-        acquire_parts(tables, ""),
+        acquire_parts(tables, condition),
         all_or_nothing(tables)
     )
 }
@@ -366,15 +390,17 @@ pub(super) fn acquire_parts(tables: &Tables, condition: &str) -> String {
 ///
 /// The executor sets up every part of a statement with each call: a part more takes it longer than what the
 /// part does. So what is asked once stands in the condition, and not in a part of its own.
-fn acquire_absent(tables: &Tables) -> String {
+pub(super) fn acquire_absent(tables: &Tables, only: Where<'_>) -> String {
+    let Where { before, condition, after } = only;
     let (locks, fences, busy) = (&tables.locks, &tables.fences, busy());
     let free = "WHERE NOT EXISTS (SELECT 1 FROM look) AND NOT EXISTS (SELECT 1 FROM counter WHERE counter.busy) \
          AND pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext($1)::pg_catalog.int8)";
+    let free = &format!("{free}{condition}");
     format!(
-        "WITH look AS MATERIALIZED (\
+        "WITH {before}look AS MATERIALIZED (\
            SELECT l.expires_at_ms, l.lock_id FROM {locks} AS l WHERE l.key {EQ} $1), \
          counter AS MATERIALIZED (SELECT x.fence, {busy} FROM {fences} AS x WHERE x.fence_key {EQ} $2), \
-         {}, {} \
+         {}, {}{after} \
          SELECT u.expires_at_ms, u.fence, u.version, (1 OPERATOR(pg_catalog./) \
            (CASE WHEN u.fence IS NULL OR counter.fence {GE} f.fence THEN 0 ELSE 1 END))::pg_catalog.int8, {DURABLE} \
            FROM f LEFT JOIN u ON true LEFT JOIN counter ON true \

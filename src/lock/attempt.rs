@@ -7,8 +7,8 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use crate::backend::{
-    Attempt, AttemptAll, Grant, GrantAll, Holder, LockBackend, LockEnding, LockKind, LostReason,
-    PermitAttempt, RenewOutcome, Renewal, SharedAttempt,
+    Attempt, AttemptAll, Grant, GrantAll, Holder, Label, LockBackend, LockEnding, LockKind, LostReason,
+    PermitAttempt, RenewOutcome, Renewal, SharedAttempt, TurnAttempt,
 };
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
@@ -20,10 +20,12 @@ use crate::lock::lease::{Lease, Terms};
 use crate::lock::lease_set::LeaseSet;
 use crate::lock::options::{Heartbeat, ResolvedOptions};
 use crate::lock::registry::GuardState;
+use crate::lock::turns::{self, intent};
 use crate::model::key::Key;
 use crate::model::lock_id::LockId;
 use crate::model::time::{Moment, TOLERANCE};
 use crate::sync::Mutex;
+use crate::waiting::Ticket;
 
 /// One call of `lock`, `try_lock` or a semaphore's `acquire`: who asks, and for what.
 #[derive(Clone)]
@@ -38,6 +40,10 @@ pub(super) struct LockCall {
     pub(super) shared: bool,
     /// Since when it is asked for.
     pub(super) since: Moment,
+    /// Its place in line, if it is to be served in order,
+    pub(super) ticket: Option<Ticket>,
+    /// and who comes next in this process.
+    pub(super) next: Option<Ticket>,
     /// Where several keys are asked for at once: those after the first, by their bytes.
     pub(super) other_keys: Vec<Arc<str>>,
     pub(super) options: ResolvedOptions,
@@ -82,9 +88,21 @@ impl LockCall {
         })
     }
 
+    /// What the holder says of itself.
+    pub(super) fn label(&self) -> Label<'_> {
+        self.engine().label(self.options.note.as_deref())
+    }
+
     /// The keys that it asks for, in order.
     pub(super) fn keys(&self) -> impl Iterator<Item = &Arc<str>> {
         std::iter::once(&self.key).chain(&self.other_keys)
+    }
+
+    /// Begins a wait: since now, and with a ticket of its own if it is to be served in order.
+    pub(super) fn begin_wait(&mut self, now: Moment) -> Result<()> {
+        self.since = now;
+        self.ticket = turns::ticket(&self.options, now)?;
+        Ok(())
     }
 
     /// One attempt. It does not queue and may overtake this process's waiters, as `try_lock` of a mutex
@@ -110,7 +128,9 @@ impl LockCall {
 
     /// From here on it is told what becomes of this call.
     pub(super) fn begin(&self) -> Arc<Course> {
-        Course::begin(self.engine().told(), self.kind, &self.key, 1 + self.other_keys.len())
+        let engine = self.engine();
+        let keys = (&self.key, 1 + self.other_keys.len());
+        Course::begin(engine.told(), self.kind, keys, (engine.owner.clone(), self.options.note.clone()))
     }
 
     /// What must be there before the first lease: threads that look after it, and a way to renew it.
@@ -128,17 +148,21 @@ impl LockCall {
         if !self.other_keys.is_empty() {
             return self.attempt_all(end, course);
         }
-        let Self { handle, key, permits, options, token, .. } = self;
-        let engine = handle.engine();
+        let Self { handle, key, permits, ticket, next, options, token, .. } = self;
+        let (engine, label) = (handle.engine(), self.label());
         let sent = engine.clock.now();
+        let asked = (options.ttl, label);
         let answer = match permits {
+            Some(limit) => request_permit(engine, (key, *limit), asked, end, token)?,
             None if self.shared => {
                 let waited = sent.since(self.since);
-                request_shared(engine, (key, waited), options.ttl, end, token)?
+                request_shared(engine, (key, waited), asked, end, token)?
                     .map(|grant| (Arc::clone(key), grant))
             }
-            None => request(engine, key, options.ttl, end, token)?.map(|grant| (Arc::clone(key), grant)),
-            Some(limit) => request_permit(engine, (key, *limit), options.ttl, end, token)?,
+            None => {
+                let turn = ticket.as_ref().map(|ticket| (ticket, next.as_ref()));
+                request(engine, key, turn, asked, end, token)?.map(|grant| (Arc::clone(key), grant))
+            }
         };
         let Some((key, grant)) = answer else {
             return Ok(AttemptResult::Taken { index: 0, holder: None });
@@ -169,7 +193,7 @@ impl LockCall {
         let engine = self.engine();
         let sent = engine.clock.now();
         let keys: Vec<&Arc<str>> = self.keys().collect();
-        let grants = match request_all(engine, &keys, self.options.ttl, end, &self.token)? {
+        let grants = match request_all(engine, &keys, (self.options.ttl, self.label()), end, &self.token)? {
             Ok(grants) => grants,
             Err((index, holder)) => return Ok(AttemptResult::Taken { index, holder: Some(holder) }),
         };
@@ -293,13 +317,13 @@ fn may_last(engine: &Engine, ttl: Duration) -> Duration {
 fn request_all(
     engine: &Arc<Engine>,
     keys: &[&Arc<str>],
-    ttl: Duration,
+    (ttl, label): (Duration, Label<'_>),
     end: Moment,
     token: &CancelToken,
 ) -> Result<Result<Vec<Grant>, (usize, Holder)>> {
     let ids = keys.iter().map(|_| LockId::generate()).collect::<Result<Vec<_>>>()?;
     let leases: Vec<(&str, &str)> = keys.iter().zip(&ids).map(|(key, id)| (&***key, id.as_str())).collect();
-    let attempt = AttemptAll { leases: &leases, ttl, deadline: engine.call_deadline(end) };
+    let attempt = AttemptAll { leases: &leases, ttl, deadline: engine.call_deadline(end), label };
     let may_last = may_last(engine, ttl);
     let answer = change(may_last, || match engine.backend.grant_all(&attempt, token)? {
         GrantAll::Granted(grants) if grants.len() != keys.len() => Err(LockError::new(ErrorCode::Internal)
@@ -321,17 +345,22 @@ fn request_all(
     }
 }
 
-/// One acquire under an id of our own. See [`under_own_id`].
+/// One acquire under an id of our own, see [`under_own_id`]; in turn, if there is a ticket, and with who comes after it in
+/// this process.
 pub(super) fn request(
     engine: &Arc<Engine>,
     key: &str,
-    ttl: Duration,
+    turn: Option<(&Ticket, Option<&Ticket>)>,
+    (ttl, label): (Duration, Label<'_>),
     end: Moment,
     token: &CancelToken,
 ) -> Result<Option<Grant>> {
     under_own_id(engine, key, ttl, |lock_id| {
-        let attempt = Attempt { key, lock_id, ttl, deadline: engine.call_deadline(end) };
-        engine.backend.grant(&attempt, token)
+        let attempt = Attempt { key, lock_id, ttl, deadline: engine.call_deadline(end), label };
+        let Some((ticket, next)) = turn else { return engine.backend.grant(&attempt, token) };
+        let now = engine.clock.now();
+        let next = next.map(|next| intent(next, key, now));
+        engine.backend.grant_in_turn(&TurnAttempt::new(attempt, intent(ticket, key, now), next), token)
     })
     .map_err(|error| error.with_key(key))
 }
@@ -340,14 +369,14 @@ pub(super) fn request(
 fn request_permit(
     engine: &Arc<Engine>,
     (semaphore, limit): (&str, u32),
-    ttl: Duration,
+    (ttl, label): (Duration, Label<'_>),
     end: Moment,
     token: &CancelToken,
 ) -> Result<Option<(Arc<str>, Grant)>> {
     let name = Key::new(semaphore)?;
     let answer = under_own_id(engine, name.semaphore().as_str(), ttl, |lock_id| {
         let deadline = engine.call_deadline(end);
-        let attempt = PermitAttempt { semaphore, limit, lock_id, ttl, deadline };
+        let attempt = PermitAttempt { semaphore, limit, lock_id, ttl, deadline, label };
         engine.backend.grant_permit(&attempt, token)
     })
     .map_err(|error| error.with_key(semaphore))?;
@@ -369,12 +398,12 @@ pub(super) fn under_own_id<T>(
 fn request_shared(
     engine: &Arc<Engine>,
     (key, waited): (&str, Duration),
-    ttl: Duration,
+    (ttl, label): (Duration, Label<'_>),
     end: Moment,
     token: &CancelToken,
 ) -> Result<Option<Grant>> {
     under_id(engine, key, ttl, &LockId::generate_shared()?, |lock_id| {
-        let attempt = Attempt { key, lock_id, ttl, deadline: engine.call_deadline(end) };
+        let attempt = Attempt { key, lock_id, ttl, deadline: engine.call_deadline(end), label };
         engine.backend.grant_shared(&SharedAttempt::new(attempt, waited), token)
     })
     .map_err(|error| error.with_key(key))
@@ -435,4 +464,11 @@ fn with_time_left(
             None
         }
     }
+}
+
+/// Why a grant was released, for whoever waited in vain.
+pub(super) fn too_late() -> LockError {
+    LockError::new(ErrorCode::NetworkTimeout).with_message(
+        "the key was granted, but most of the ttl was over when the answer came: raise the ttl, or see what slows the server down",
+    )
 }

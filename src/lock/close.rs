@@ -13,7 +13,7 @@ use crate::model::time::{Moment, deadline_after};
 use crate::threads::{driver_unusable, ignore_panic, run_detached};
 use crate::waiting::LOOK;
 
-/// What closing a client did with the leases it had.
+/// What closing a client did with its leases.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
@@ -27,7 +27,7 @@ pub struct CloseReport {
     /// Leases whose release was still being tried at the deadline: they stay held until their ttl
     /// is over.
     pub pending: usize,
-    /// Calls to `lock` and its kin that had not come back at the deadline.
+    /// Calls to `lock` and its variants that had not returned by the deadline.
     pub calls: usize,
     /// Whether both background threads had ended.
     pub threads_ended: bool,
@@ -122,10 +122,11 @@ fn wait_for_releases(engine: &Engine, end: Instant) {
 }
 
 fn end_threads(engine: &Arc<Engine>, end: Instant, on_worker: bool, first: bool) -> CloseReport {
-    let worker_runs = {
+    // Which closes the backend when it goes, also where another close has joined it already.
+    let has_worker = {
         let mut threads = engine.threads.lock();
         threads.over = true;
-        threads.worker.is_some()
+        threads.worker_id.is_some()
     };
     engine.registry.deadlines.lock().ending = true;
     engine.registry.timer_signal.notify(LOOK);
@@ -139,7 +140,7 @@ fn end_threads(engine: &Arc<Engine>, end: Instant, on_worker: bool, first: bool)
         report
     };
     engine.registry.worker_signal.notify(LOOK);
-    if !worker_runs {
+    if !has_worker {
         if first {
             close_backend(engine);
         }

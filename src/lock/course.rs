@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use crate::backend::{LockBackend, LockCourse, LockEnding, LockKind, LockStage};
+use crate::backend::{Label, LockBackend, LockCourse, LockEnding, LockKind, LockStage};
 use crate::error::LockError;
 use crate::model::time::Moment;
 use crate::threads::ignore_panic;
@@ -20,6 +20,9 @@ pub(super) struct Course {
     kind: LockKind,
     key: Arc<str>,
     keys: usize,
+    /// What who asks says of itself.
+    owner: Option<Arc<str>>,
+    note: Option<Arc<str>>,
     begun: Moment,
     ended: AtomicBool,
 }
@@ -34,9 +37,14 @@ pub(super) struct Holding {
 
 impl Course {
     /// A call begins.
-    pub(super) fn begin(told: Told<'_>, kind: LockKind, key: &Arc<str>, keys: usize) -> Arc<Self> {
+    pub(super) fn begin(
+        told: Told<'_>,
+        kind: LockKind,
+        (key, keys): (&Arc<str>, usize),
+        (owner, note): (Option<Arc<str>>, Option<Arc<str>>),
+    ) -> Arc<Self> {
         let (key, begun) = (Arc::clone(key), told.1);
-        let course = Self { kind, key, keys, begun, ended: AtomicBool::new(false) };
+        let course = Self { kind, key, keys, owner, note, begun, ended: AtomicBool::new(false) };
         course.tell(told, (Duration::ZERO, 0), LockStage::Begun);
         Arc::new(course)
     }
@@ -59,8 +67,9 @@ impl Course {
     }
 
     fn tell(&self, told: Told<'_>, (waited, attempts): (Duration, u64), stage: LockStage) {
-        let course =
-            LockCourse { waited, attempts, ..LockCourse::new(self.kind, &self.key, self.keys, stage) };
+        let mut course = LockCourse::new(self.kind, &self.key, self.keys, stage);
+        (course.waited, course.attempts) = (waited, attempts);
+        course.label = Label::new(self.owner.as_deref(), self.note.as_deref());
         ignore_panic(|| told.0.follow(&course));
     }
 }

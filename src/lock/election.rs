@@ -27,8 +27,8 @@ use crate::waiting::{Delays, LOOK};
 
 /// A term of a leader, for the closure of [`elect`](crate::PgLockClient::elect).
 ///
-/// It is trusted by this process's clock, until the ttl after the *sending* of the last request that was
-/// confirmed: a renewal that fails, hangs or is not answered prolongs nothing. Once it is lost it stays lost.
+/// It is trusted by this process's clock, until one ttl after the last confirmed request was
+/// *sent*: a renewal that fails, hangs or is not answered prolongs nothing. Once it is lost it stays lost.
 ///
 /// # Blocking
 ///
@@ -119,10 +119,10 @@ impl Term {
     }
 
     /// Fires when the term can no longer be trusted: when its lease is lost, at the latest when its time is
-    /// over by this process's clock, and when the closure is left. Hand a clone to every thread that works
+    /// over by this process's clock, and when the closure returns. Give a clone to every thread that works
     /// for the leader.
     ///
-    /// Cancelling it yourself only wakes those who wait for it: the term stays held.
+    /// Cancelling it yourself only wakes threads that wait for it: the term stays held.
     ///
     /// ```
     /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
@@ -182,7 +182,7 @@ impl fmt::Debug for Term {
     }
 }
 
-/// Who leads, by the server's clock: what [`leader`](crate::PgLockClient::leader) answers.
+/// Who leads, by the server's clock: the answer of [`leader`](crate::PgLockClient::leader).
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Leader {
@@ -192,7 +192,8 @@ pub struct Leader {
     pub since_ms: i64,
     /// When its lease ends unless it is renewed, in Unix milliseconds of the server's clock.
     pub expires_at_ms: i64,
-    /// Who leads, where the leader has said so. No client says so at present: always `None`.
+    /// Who leads, where the leader's client says so:
+    /// [`PgLockClientBuilder::owner`](crate::PgLockClientBuilder::owner). Text of somebody else's.
     pub owner: Option<String>,
 }
 
@@ -202,7 +203,7 @@ impl Leader {
             term: lease.fence,
             since_ms: lease.acquired_at_ms,
             expires_at_ms: lease.expires_at_ms,
-            owner: None,
+            owner: lease.owner.clone(),
         }
     }
 }

@@ -14,18 +14,21 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
-use crate::backend::{LockBackend, ReleaseOutcome};
+use crate::backend::{Label, LockBackend, ReleaseOutcome};
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, LockError, Result};
 use crate::lock::backend_call::ask;
 use crate::lock::course::Told;
 use crate::lock::registry::{PendingRelease, Registry};
 use crate::lock::report::{OnReleaseError, ReleaseErrorContext, ReleaseSource};
+use crate::lock::settings::ClientSettings;
 use crate::model::key::{semaphore_of, waited_for};
 use crate::model::lock_id::LockId;
 use crate::model::time::{Clock, Moment};
 use crate::sync::{Condvar, Mutex};
-use crate::threads::{driver_unusable, drop_where_allowed, ignore_panic, run_detached, thread_locals_gone};
+use crate::threads::{
+    JoinHandle, driver_unusable, drop_where_allowed, ignore_panic, run_detached, thread_locals_gone,
+};
 use crate::waiting::{LOOK, WaiterQueue};
 
 pub(super) struct Engine {
@@ -33,6 +36,8 @@ pub(super) struct Engine {
     pub(super) clock: Clock,
     pub(super) dispose_timeout: Duration,
     pub(super) on_release_error: Option<OnReleaseError>,
+    /// Who the client is, for people.
+    pub(super) owner: Option<Arc<str>>,
     pub(super) queue: Arc<WaiterQueue<Arc<str>>>,
     pub(super) registry: Arc<Registry>,
     pub(super) closed: AtomicBool,
@@ -60,8 +65,8 @@ struct Calls {
 
 #[derive(Default)]
 pub(super) struct Threads {
-    pub(super) timer: Option<thread::JoinHandle<()>>,
-    pub(super) worker: Option<thread::JoinHandle<()>>,
+    pub(super) timer: Option<JoinHandle<()>>,
+    pub(super) worker: Option<JoinHandle<()>>,
     pub(super) worker_id: Option<ThreadId>,
     /// The engine has ended: no thread is started any more.
     pub(super) over: bool,
@@ -77,11 +82,8 @@ enum Reserved {
 }
 
 impl Engine {
-    pub(super) fn new(
-        backend: Arc<dyn LockBackend>,
-        dispose_timeout: Duration,
-        on_release_error: Option<OnReleaseError>,
-    ) -> Arc<Self> {
+    pub(super) fn new(backend: Arc<dyn LockBackend>, settings: ClientSettings) -> Arc<Self> {
+        let ClientSettings { dispose_timeout, on_release_error, owner } = settings;
         let clock = backend.clock();
         let unreserves = !clock.is_manual();
         let registry = Arc::new(Registry::default());
@@ -103,6 +105,7 @@ impl Engine {
             clock,
             dispose_timeout,
             on_release_error,
+            owner,
             queue,
             registry,
             closed: AtomicBool::new(false),
@@ -126,6 +129,11 @@ impl Engine {
     /// Who hears of the course of calls, and the time that is told.
     pub(super) fn told(&self) -> Told<'_> {
         (&*self.backend, self.clock.now())
+    }
+
+    /// What a holder says of itself that is this client, and holds something for that.
+    pub(super) fn label<'a>(&'a self, note: Option<&'a str>) -> Label<'a> {
+        Label::new(self.owner.as_deref(), note)
     }
 
     pub(super) fn check_process(&self) -> Result<()> {

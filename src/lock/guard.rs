@@ -25,12 +25,12 @@ use crate::threads::{ignore_panic, in_runtime};
 ///
 /// Check [`is_held`](LockGuard::is_held) or watch [`lost`](LockGuard::lost) in long work: a lease can
 /// be lost, and no lock service can stop a paused process from waking up late. Where that matters,
-/// hand [`fence`](LockGuard::fence) to the protected resource, or work inside a fenced transaction.
+/// pass [`fence`](LockGuard::fence) to the protected resource, or work inside a fenced transaction.
 ///
 /// Dropping it releases the lock on this thread, for at most the client's `dispose_timeout`. Inside
 /// an async runtime, while unwinding from a panic, or when the release fails, the client's worker
-/// takes over. In the destructor of a thread-local and in `atexit` another thread releases, and is
-/// waited for as long. `Drop` never panics; failures go to `on_release_error`.
+/// takes over. In the destructor of a thread-local and in `atexit` another thread releases it, and `Drop`
+/// waits for that for as long. `Drop` never panics; failures go to `on_release_error`.
 ///
 /// # Blocking
 ///
@@ -62,7 +62,7 @@ impl LockGuard {
     }
 
     /// The locked key, in NFC. For a permit it is the semaphore's name, U+2126 and the
-    /// [number](Self::permit) of the permit, which no call takes for a key: look permits up by their id.
+    /// [number](Self::permit) of the permit. No call accepts that as a key: look permits up by their id.
     ///
     /// ```
     /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
@@ -76,7 +76,7 @@ impl LockGuard {
     }
 
     /// Which of its [`Semaphore`](crate::Semaphore)'s permits this is, from 1; `None` if it is a lock. While
-    /// it is held no other holder has the same number, so it may choose one of as many resources.
+    /// it is held no other holder has the same number, so the number may select one of N resources.
     ///
     /// ```
     /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
@@ -132,7 +132,7 @@ impl LockGuard {
     }
 
     /// When the server's lease ends, in Unix milliseconds of *its* clock, by the newest grant,
-    /// renewal or extend. For display; compare nothing of this machine's with it.
+    /// renewal or extend. For display; do not compare it with clocks of this machine.
     ///
     /// ```
     /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
@@ -148,7 +148,7 @@ impl LockGuard {
     /// Whether the lease can still be trusted, by this process's clock and without any I/O.
     ///
     /// Once `false` it stays `false`. `true` says that the lease was held when this was called. After
-    /// a fork the parent's guard goes on, and the child's copy is not held.
+    /// a fork the parent's guard stays held, and the child's copy is not held.
     ///
     /// ```
     /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
@@ -194,8 +194,8 @@ impl LockGuard {
     /// Fires when the lease can no longer be trusted, at the latest when its time is over by this
     /// process's clock, whatever the network does.
     ///
-    /// Hand it, or a [`child`](CancelToken::child), to work that should stop then. Cancelling it
-    /// yourself only wakes those who wait for it: the lock stays held. It does not fire when the
+    /// Pass it, or a [`child`](CancelToken::child), to work that should then stop. Cancelling it
+    /// yourself only wakes threads that wait for it: the lock stays held. It does not fire when the
     /// guard is released.
     ///
     /// ```
@@ -229,11 +229,11 @@ impl LockGuard {
         self.state.lease.lock().lost()
     }
 
-    /// Sets the lease's end to now plus `ttl` (1 ms to [`MAX_TTL`](crate::MAX_TTL)), which is also
+    /// Sets the lease's expiry to now plus `ttl` (1 ms to [`MAX_TTL`](crate::MAX_TTL)), which is also
     /// the ttl of later renewals. A shorter ttl than before shortens the lease.
     ///
     /// `NotHeld` means that the lock is lost: its lease is gone, or the answer came only after the
-    /// guard's own deadline. A guard that was lost before is not asked for again. `max_hold` stays where it is: an extend does not lengthen it.
+    /// guard's own deadline. A guard that is already lost sends nothing. `max_hold` stays as it is: an extend does not lengthen it.
     ///
     /// ```
     /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
@@ -249,18 +249,18 @@ impl LockGuard {
     ///
     /// # Errors
     ///
-    /// Those of the backend. After an error whose outcome is unknown the guard trusts the lease no
-    /// longer than the old and the new end both allow; renewals go on, with the new ttl.
+    /// Those of the backend. After an error whose outcome is unknown the guard trusts the lease until the
+    /// earlier of the old and the new expiry; renewals go on, with the new ttl.
     pub fn extend(&self, ttl: Duration) -> Result<ExtendResult> {
         let ttl = Ttl::new(ttl)?.get();
         self.engine().check_process()?;
         extend(self.engine(), &[&self.state], ttl)
     }
 
-    /// Lets the lock go, and says whether it was still held.
+    /// Releases the lock, and says whether it was still held.
     ///
     /// With `min_hold`, a guard that ends sooner leaves the lease in place until then and answers
-    /// `Released`: it is not the caller's any more. [`release_now`](Self::release_now) does not wait for that.
+    /// `Released`: the caller no longer has it. [`release_now`](Self::release_now) ends it at once.
     ///
     /// ```
     /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
@@ -274,7 +274,7 @@ impl LockGuard {
     /// # Errors
     ///
     /// Those of the backend; `on_release_error` is not called for them. The key may then stay held:
-    /// the client's worker goes on releasing it until the lease is over, at most its ttl and a
+    /// the client's worker keeps trying to release it until the lease is over, at most its ttl and a
     /// second later.
     pub fn release(self) -> Result<ReleaseResult> {
         self.end(false)
@@ -326,8 +326,8 @@ impl LockGuard {
         }
     }
 
-    /// Gives the lease away: it is not renewed any more, and neither dropped with this guard nor
-    /// closed with the client. Whoever has the returned id must release it; otherwise the key stays
+    /// Gives the lease away: it is not renewed any more, and neither dropping this guard nor closing
+    /// the client releases it. The new owner of the returned id must release it; otherwise the key stays
     /// held until the lease's end.
     ///
     /// ```

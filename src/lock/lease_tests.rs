@@ -57,6 +57,80 @@ fn renewals_are_due_every_third_of_the_ttl_and_count_from_before_they_are_sent()
 }
 
 #[test]
+fn an_operation_replaces_the_version_of_the_newest_answer() {
+    let mut lease = lease();
+    assert_eq!(lease.version(), None);
+    for (outcome, newest) in [(confirmed(3), 3), (Outcome::Unknown, 3), (confirmed(5), 5)] {
+        let id = lease.begin_extend(at(1), TTL).unwrap();
+        lease.finish(id, at(1), outcome);
+        assert_eq!(lease.version(), Some(Version::new(newest)));
+    }
+}
+
+#[test]
+fn an_answer_to_a_lease_that_is_lost_or_ended_changes_nothing() {
+    for ended in [false, true] {
+        let mut lease = lease();
+        let id = lease.begin_extend(at(1), TTL * 2).unwrap();
+        if ended {
+            assert!(lease.end_now());
+        } else {
+            assert_eq!(lease.lose(LostReason::Expired), Some(LostReason::Expired));
+        }
+        assert_eq!(lease.finish(id, at(2), OK), None);
+        assert_eq!((lease.end(), lease.expires_at_ms(), lease.version()), (at(30), 0, None), "{ended}");
+    }
+}
+
+#[test]
+fn of_two_operations_under_way_none_gives_back_what_they_have_lowered() {
+    let mut lease = lease();
+    let first = lease.begin_extend(at(0), s(20)).unwrap();
+    let second = lease.begin_extend(at(1), s(5)).unwrap();
+    assert_eq!(lease.end(), at(6));
+    for id in [second, first] {
+        lease.finish(id, at(2), Outcome::Busy);
+        assert_eq!(lease.end(), at(6));
+    }
+}
+
+#[test]
+fn a_renewal_comes_before_a_deadline_that_another_operation_keeps_low() {
+    let mut lease = lease();
+    let long = lease.begin_extend(at(1), TTL).unwrap();
+    let _short = lease.begin_extend(at(1), s(6)).unwrap();
+    assert_eq!(lease.finish(long, at(1), OK), None);
+    assert_eq!((lease.end(), lease.next_renewal()), (at(7), at(4)));
+}
+
+#[test]
+fn a_lease_whose_last_renewal_was_refused_is_lost_for_that() {
+    let mut lease = lease();
+    let (id, _) = lease.begin_renewal(at(10), Duration::ZERO).unwrap();
+    assert_eq!(lease.finish(id, at(11), Outcome::Refused), None);
+    assert_eq!(lease.tick(at(30)), Some(LostReason::RenewalRefused));
+}
+
+#[test]
+fn the_less_is_left_the_sooner_a_renewal_is_tried_again() {
+    let ms = Duration::from_millis;
+    for (left, outcome, pause) in [
+        (1_600, Outcome::Busy, 100),
+        (1_600, Outcome::Refused, 200),
+        (1_600, Outcome::Unknown, 200),
+        (60, Outcome::Busy, 20),
+        (40, Outcome::Refused, 20),
+    ] {
+        let mut lease = lease();
+        let (id, _) = lease.begin_renewal(at(10), Duration::ZERO).unwrap();
+        let now = start().after(TTL.saturating_sub(ms(left)));
+        assert_eq!(lease.finish(id, now, outcome), None);
+        assert_eq!(lease.next_renewal(), now.after(ms(pause)), "{left}, {outcome:?}");
+        assert_eq!(lease.alone(), outcome == Outcome::Busy, "a busy row holds up nobody else's");
+    }
+}
+
+#[test]
 fn an_interval_of_ones_own_is_kept_and_bows_to_a_shorter_ttl() {
     let mut lease = Lease::new(&terms(Heartbeat::Every(s(20))));
     assert_eq!(lease.next_renewal(), at(20));

@@ -23,7 +23,7 @@ use crate::threads::{ignore_panic, in_runtime};
 ///
 /// It is held while all of its keys are: as soon as one lease is lost, [`lost`](Self::lost) fires, and the
 /// other keys are released, whatever their holder does next. As with a [`LockGuard`](crate::LockGuard), no lock
-/// service can stop a paused process from waking up late: hand the fences to what the keys protect, or work
+/// service can stop a paused process from waking up late: pass the fences to the protected resources, or work
 /// inside a [fenced transaction](Self::fence_transaction).
 ///
 /// Dropping it releases all keys in one round trip on this thread, for at most the client's `dispose_timeout`;
@@ -33,7 +33,7 @@ use crate::threads::{ignore_panic, in_runtime};
 /// # Blocking
 ///
 /// [`extend`](Self::extend), [`release`](Self::release) and [`fence_sql`](Self::fence_sql) at most
-/// `operation_timeout`, `Drop` at most `dispose_timeout`; where a `min_hold` has not passed, each key is asked for by itself, within as much time.
+/// `operation_timeout`, `Drop` at most `dispose_timeout`; before the end of a `min_hold` each key takes a request of its own, within the same time.
 /// Nothing else does I/O. [`fence_transaction`](Self::fence_transaction) is the caller's own statement.
 ///
 /// # Cancellation
@@ -123,7 +123,7 @@ impl MultiGuard {
 
     /// Fires when one of the leases can no longer be trusted, at the latest when its time is over by this
     /// process's clock, whatever the network does. It does not fire when the guard is released;
-    /// cancelling it yourself only wakes those who wait for it.
+    /// cancelling it yourself only wakes threads that wait for it.
     ///
     /// ```
     /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
@@ -139,7 +139,7 @@ impl MultiGuard {
         &self.leases.first.lost
     }
 
-    /// Why the first of the leases to be lost was; `None` while all are held.
+    /// Why the first lost lease was lost; `None` while all are held.
     ///
     /// ```
     /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
@@ -161,12 +161,12 @@ impl MultiGuard {
         }
     }
 
-    /// Sets the end of all leases to now plus `ttl` (1 ms to [`MAX_TTL`](crate::MAX_TTL)), which is also the ttl
-    /// of later renewals, in one round trip. The end in the answer is the earliest of them, by the
+    /// Sets the expiry of all leases to now plus `ttl` (1 ms to [`MAX_TTL`](crate::MAX_TTL)), which is also the ttl
+    /// of later renewals, in one round trip. The expiry in the answer is the earliest of them, by the
     /// server's clock. A shorter ttl than before shortens the leases.
     ///
     /// `NotHeld` means that the locks are lost: one of the leases is gone, or its answer came too late. A
-    /// guard that was lost before is not asked for again.
+    /// guard that is already lost sends nothing.
     ///
     /// ```
     /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
@@ -182,8 +182,8 @@ impl MultiGuard {
     ///
     /// # Errors
     ///
-    /// Those of the backend, with the key that it is about. Some of the leases may have been extended
-    /// then; all of them stay in force until their old end or a later one, and renewals go on.
+    /// Those of the backend, with the key concerned. Some of the leases may have been extended;
+    /// all of them last until their old expiry or a later one, and renewals go on.
     pub fn extend(&self, ttl: Duration) -> Result<ExtendResult> {
         let ttl = Ttl::new(ttl)?.get();
         self.engine().check_process()?;
@@ -195,7 +195,7 @@ impl MultiGuard {
     /// Either way none of them is held any more.
     ///
     /// With `min_hold`, a guard that ends sooner leaves the leases in place until then and answers
-    /// `Released`: they are not the caller's any more. [`release_now`](Self::release_now) does not wait for that.
+    /// `Released`: the caller no longer has them. [`release_now`](Self::release_now) ends them at once.
     ///
     /// ```
     /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
@@ -209,7 +209,7 @@ impl MultiGuard {
     /// # Errors
     ///
     /// Those of the backend; `on_release_error` is not called for them. The keys may then stay held: the
-    /// client's worker goes on releasing them until the leases are over, at most their ttl and a second
+    /// client's worker keeps trying to release them until the leases are over, at most their ttl and a second
     /// later.
     pub fn release(self) -> Result<ReleaseResult> {
         self.release_by(false)

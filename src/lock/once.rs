@@ -24,13 +24,13 @@ use crate::lock::guard::LockGuard;
 use crate::model::fence::Fence;
 use crate::model::time::Moment;
 
-/// What became of a job that is to run once per slot.
+/// The result of a job that is to run once per slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[must_use = "Failed has the error of the job"]
 pub enum RunOnce<T, E> {
     /// It ran, and its slot is marked as done.
     Done(T),
-    /// It ran and failed. Its slot is not marked, and it may run again in the same slot; not so where the slot
+    /// It ran and failed. Its slot is not marked, and it may run again in the same slot; except if the slot
     /// was claimed at the start, or a transaction with [`Run::complete_in`] was committed before.
     Failed(E),
     /// It did not run: the slot, or a later one, is done.
@@ -41,7 +41,7 @@ pub enum RunOnce<T, E> {
 
 /// A run of a job, as its closure sees it.
 ///
-/// The lease of the job's name is held, and renewed, until the closure returns. It can be lost, as any lease: see
+/// The lease of the job's name is held, and renewed, until the closure returns. It can be lost like any lease: see
 /// [`LockGuard`].
 ///
 /// # Blocking
@@ -97,8 +97,8 @@ impl Run {
         self.slot.period_ms().map(|_| self.mark)
     }
 
-    /// How many slots were missed since the last one that is done: 0 for the first run of a job. Numbers of the
-    /// caller's count as if each of them was a slot.
+    /// How many slots were missed since the last one that is done: 0 for the first run of a job. With the
+    /// caller's own numbers, each number counts as a slot.
     ///
     /// ```
     /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
@@ -305,7 +305,8 @@ fn begin_told<T, E>(call: &LockCall, slot: Slot, course: &Arc<Course>) -> Result
     let sent = engine.clock.now();
     let ttl = call.options.ttl;
     let outcome = under_own_id(engine, &call.key, ttl, |lock_id| {
-        let attempt = Attempt { key: &call.key, lock_id, ttl, deadline: engine.call_deadline(end) };
+        let deadline = engine.call_deadline(end);
+        let attempt = Attempt { key: &call.key, lock_id, ttl, deadline, label: call.label() };
         engine.backend.begin_run(&BeginRun::new(attempt, slot), &call.token)
     })?;
     let BegunRun { grant, slot: mark, last } = match outcome {

@@ -1,4 +1,4 @@
-//! What a caller may choose for one lock, and what it means in numbers.
+//! The options of a lock, and the numbers that they become.
 
 use std::fmt;
 use std::sync::Arc;
@@ -6,9 +6,8 @@ use std::time::Duration;
 
 use crate::backend::LostReason;
 use crate::cancel::CancelToken;
-use crate::error::{LockError, Result};
+use crate::error::LockError;
 use crate::lock::report::{OnReleaseError, ReleaseErrorContext};
-use crate::model::time::Ttl;
 use crate::threads::UserValue;
 use crate::waiting::{Backoff, Delays, Jitter};
 
@@ -22,10 +21,6 @@ pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(5);
 pub const DEFAULT_MAX_RETRIES: u32 = 10;
 /// The wait before the first retry.
 pub const DEFAULT_RETRY_DELAY: Duration = Duration::from_millis(100);
-
-/// The longest wait that doubling makes: the tenth retry of the default is just below it. A longer
-/// [`LockOptions::retry_delay`] stays as it is.
-const LONGEST_DELAY: Duration = Duration::from_secs(60);
 
 /// How often a guard renews its lease.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -56,23 +51,26 @@ pub enum Heartbeat {
 #[derive(Clone, Default)]
 #[must_use = "options do nothing until they are handed to lock_with, try_lock_with or with_lock"]
 pub struct LockOptions {
-    ttl: Option<Duration>,
-    timeout: Option<Timeout>,
-    max_retries: Option<u32>,
-    retry_delay: Option<Duration>,
-    backoff: Backoff,
-    jitter: Jitter,
-    heartbeat: Heartbeat,
-    max_hold: Option<Duration>,
-    min_hold: Duration,
-    only_backoff: bool,
-    cancel: Option<CancelToken>,
-    on_lost: Option<OnLost>,
-    on_release_error: Option<OnReleaseError>,
+    pub(super) ttl: Option<Duration>,
+    pub(super) timeout: Option<Timeout>,
+    pub(super) max_retries: Option<u32>,
+    pub(super) retry_delay: Option<Duration>,
+    pub(super) backoff: Backoff,
+    pub(super) jitter: Jitter,
+    pub(super) heartbeat: Heartbeat,
+    pub(super) max_hold: Option<Duration>,
+    pub(super) min_hold: Duration,
+    pub(super) only_backoff: bool,
+    pub(super) fair: bool,
+    pub(super) priority: i32,
+    pub(super) cancel: Option<CancelToken>,
+    pub(super) on_lost: Option<OnLost>,
+    pub(super) on_release_error: Option<OnReleaseError>,
+    pub(super) note: Option<Arc<str>>,
 }
 
 #[derive(Clone, Copy)]
-enum Timeout {
+pub(super) enum Timeout {
     After(Duration),
     Never,
 }
@@ -104,8 +102,8 @@ impl LockOptions {
 
     /// How long `lock` may take in all: queueing, attempts and the waits between them. Default
     /// [`DEFAULT_TIMEOUT`]. A timeout that is set here is waited out: it lifts the *default* limit of
-    /// retries. A limit that was set with [`max_retries`](Self::max_retries) still ends the wait, in
-    /// whatever order the two are set. No other option lengthens it. `try_lock` does not wait and
+    /// retries. A limit set with [`max_retries`](Self::max_retries) still ends the wait, whichever
+    /// of the two is set first. No other option lengthens it. `try_lock` does not wait and
     /// ignores it.
     ///
     /// ```
@@ -118,7 +116,7 @@ impl LockOptions {
     }
 
     /// `lock` waits until it has the lock, is cancelled, or fails. Also lifts the *default* limit of
-    /// retries; a limit that was set with [`LockOptions::max_retries`] stays, in whatever order.
+    /// retries; a limit set with [`LockOptions::max_retries`] stays, whichever is set first.
     ///
     /// ```
     /// let options = syncguard::LockOptions::new().wait_forever();
@@ -134,7 +132,7 @@ impl LockOptions {
     /// between them ten retries are used up after 51 to 102 s, with [`Backoff::Fixed`] after half a
     /// second to a second.
     ///
-    /// Time in this process's queue and attempts that a release in this process called for are free.
+    /// Time in this process's queue, and attempts after a release in this process, do not count as retries.
     ///
     /// ```
     /// let options = syncguard::LockOptions::new().max_retries(3);
@@ -159,9 +157,9 @@ impl LockOptions {
     /// Whether a waiter notices within milliseconds that another process released the key. Default true.
     ///
     /// The first waiter of a key in this process then looks at it between two attempts, with one
-    /// plain read that locks and writes nothing: every 5 ms at first, later at every sixteenth of
+    /// plain read that locks and writes nothing: every 5 ms at first, later at intervals of a sixteenth of
     /// the time waited so far, and at least every 250 ms. Looks are not attempts. After 30 ms the
-    /// backend is asked to tell when the key is released, if it can
+    /// backend is asked to report when the key is released, if it can
     /// ([`LockBackend::watch`](crate::LockBackend::watch)); while it can, looks are rarer. With
     /// `false` only the backoff and releases in this process end a wait.
     ///
@@ -210,7 +208,7 @@ impl LockOptions {
         self
     }
 
-    /// The longest time a guard holds its lock, from the grant: then it counts as lost
+    /// The longest time that a guard holds its lock, from the grant: after it the lock counts as lost
     /// ([`LostReason::MaxHold`]) and is not renewed any more, so that a stuck holder cannot keep a
     /// key forever. The key is free when the guard is dropped, at the latest a ttl and a second
     /// later. Extending does not lengthen it. Default: no limit.
@@ -224,11 +222,11 @@ impl LockOptions {
         self
     }
 
-    /// The shortest time the key stays taken, from the grant, even when the guard ends sooner: for
+    /// The shortest time that the key stays taken, from the grant, even when the guard ends sooner: for
     /// scheduled jobs that must run once although the machines' clocks differ by seconds.
     ///
     /// The holder does not wait for it: releasing or dropping the guard returns as usual and leaves
-    /// the rest to the client's worker, and to the lease's own end should the process end first.
+    /// the rest to the client's worker, or to the lease's own end if the process ends first.
     /// Default zero; at most [`MAX_TTL`](crate::MAX_TTL).
     ///
     /// ```
@@ -237,6 +235,45 @@ impl LockOptions {
     /// ```
     pub fn min_hold(mut self, limit: Duration) -> Self {
         self.min_hold = limit;
+        self
+    }
+
+    /// Whether waiters with this option are served in the order in which they came, on all machines
+    /// together. Default false: chance decides between processes.
+    ///
+    /// From its first refusal on a waiter has a *ticket*, a row in the table of members that it refreshes each second,
+    /// and an attempt is granted only if no live ticket is ahead. A waiter that dies, is paused or cut off loses its turn
+    /// after two seconds, and has its place again when it is back. A ticket delays only calls with this option: others
+    /// take the key when it is free, as always. `try_lock_with` does not wait, and yields to waiters.
+    ///
+    /// For `lock_with`, `try_lock_with`, `with_lock` and `elect`. Readers, permits, several keys and `run_once` refuse it,
+    /// and so does [`wake_ups(false)`](Self::wake_ups): the first waiter must notice that the key is free.
+    /// On PostgreSQL it needs the table of members:
+    /// [what it costs](https://docs.rs/crate/syncguard/latest/source/docs/fair-waiting.md).
+    ///
+    /// ```
+    /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
+    /// use syncguard::LockOptions;
+    ///
+    /// let in_order = LockOptions::new().fair(true);
+    /// let guard = client.lock_with("till:3", &in_order)?;
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    pub fn fair(mut self, fair: bool) -> Self {
+        self.fair = fair;
+        self
+    }
+
+    /// The priority among waiters that are [served in order](Self::fair): greater numbers come first, and among equals
+    /// the waiter that has waited longer. Default 0; `InvalidArgument` without `fair(true)`.
+    ///
+    /// Priorities do not grow with time: while greater numbers keep coming, a smaller one waits until its timeout.
+    ///
+    /// ```
+    /// let urgent = syncguard::LockOptions::new().fair(true).priority(10);
+    /// ```
+    pub fn priority(mut self, priority: i32) -> Self {
+        self.priority = priority;
         self
     }
 
@@ -284,55 +321,32 @@ impl LockOptions {
         self
     }
 
+    /// What the lock is held for, in words for people, at most 1 KiB ([`MAX_NOTE_BYTES`](crate::backend::MAX_NOTE_BYTES)): shown to whoever asks who
+    /// has the key, beside the client's [`owner`](crate::PgLockClientBuilder::owner), which need not be set for it.
+    /// Default: none.
+    ///
+    /// It is written with the grant into the optional table of members, in the same message; the first lock with a note
+    /// makes that table unless [`auto_create_tables(false)`](crate::PgLockClientBuilder::auto_create_tables)
+    /// forbids it. Everybody who may read that table can read it: no secrets.
+    ///
+    /// ```
+    /// use syncguard::{LockClient, LockOptions, MemoryBackend};
+    ///
+    /// let client = LockClient::new(MemoryBackend::new());
+    /// let guard = client.lock_with("report", &LockOptions::new().note("invoices of November"))?;
+    /// let held = client.get_by_key("report")?.expect("it is held");
+    /// assert_eq!(held.note.as_deref(), Some("invoices of November"));
+    /// # drop(guard);
+    /// # Ok::<(), syncguard::LockError>(())
+    /// ```
+    pub fn note(mut self, note: impl Into<String>) -> Self {
+        self.note = Some(note.into().into());
+        self
+    }
+
     /// The same for a wait that only a token, or the client's end, is to end.
     pub(super) fn without_limits(&self) -> Self {
         Self { timeout: Some(Timeout::Never), max_retries: None, ..self.clone() }
-    }
-
-    /// The options as numbers, or what is wrong with them.
-    pub(super) fn resolve(&self) -> Result<ResolvedOptions> {
-        let ttl = Ttl::new(self.ttl.unwrap_or(DEFAULT_TTL))?.get();
-        if let Heartbeat::Every(interval) = self.heartbeat
-            && (interval.is_zero() || interval >= ttl)
-        {
-            return Err(LockError::invalid(
-                "the heartbeat interval must be above zero and below the ttl: a third of the ttl is usual",
-            ));
-        }
-        if !self.min_hold.is_zero() {
-            Ttl::new(self.min_hold.max(Duration::from_millis(1)))
-                .map_err(|_| LockError::invalid("min_hold is above 366 days"))?;
-        }
-        if self.max_hold.is_some_and(|max| max < self.min_hold) {
-            return Err(LockError::invalid("max_hold is below min_hold"));
-        }
-        let timeout = match self.timeout {
-            None => Some(DEFAULT_TIMEOUT),
-            Some(Timeout::After(timeout)) => Some(timeout),
-            Some(Timeout::Never) => None,
-        };
-        // Whoever says how long to wait, or forever, has not asked for a number of tries.
-        let default_retries =
-            if self.timeout.is_none() { u64::from(DEFAULT_MAX_RETRIES) } else { u64::MAX - 1 };
-        let retry_delay = self.retry_delay.unwrap_or(DEFAULT_RETRY_DELAY);
-        Ok(ResolvedOptions {
-            ttl,
-            timeout,
-            max_attempts: self.max_retries.map_or(default_retries, u64::from) + 1,
-            delays: Delays {
-                first: retry_delay,
-                longest: LONGEST_DELAY.max(retry_delay),
-                backoff: self.backoff,
-                jitter: self.jitter,
-            },
-            wake_ups: !self.only_backoff,
-            heartbeat: self.heartbeat,
-            max_hold: self.max_hold,
-            min_hold: self.min_hold,
-            cancel: self.cancel.clone().unwrap_or(CancelToken::never()),
-            on_lost: self.on_lost.clone(),
-            on_release_error: self.on_release_error.clone(),
-        })
     }
 }
 
@@ -351,6 +365,8 @@ impl fmt::Debug for LockOptions {
             .field("backoff", &self.backoff)
             .field("jitter", &self.jitter)
             .field("wake_ups", &!self.only_backoff)
+            .field("fair", &self.fair)
+            .field("priority", &self.priority)
             .field("heartbeat", &self.heartbeat)
             .field("max_hold", &self.max_hold)
             .field("min_hold", &self.min_hold)
@@ -358,7 +374,7 @@ impl fmt::Debug for LockOptions {
     }
 }
 
-/// Validated options.
+/// Options as numbers, as [`resolve`](LockOptions::resolve) has checked them.
 #[derive(Clone)]
 pub(super) struct ResolvedOptions {
     pub(super) ttl: Duration,
@@ -368,81 +384,13 @@ pub(super) struct ResolvedOptions {
     pub(super) delays: Delays,
     /// Whether to look at the key between two attempts.
     pub(super) wake_ups: bool,
+    /// The priority of whoever is to be served in order.
+    pub(super) turn: Option<i32>,
     pub(super) heartbeat: Heartbeat,
     pub(super) max_hold: Option<Duration>,
     pub(super) min_hold: Duration,
     pub(super) cancel: CancelToken,
     pub(super) on_lost: Option<OnLost>,
     pub(super) on_release_error: Option<OnReleaseError>,
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::error::ErrorCode;
-
-    fn delays(options: &LockOptions) -> Delays {
-        options.resolve().unwrap().delays
-    }
-
-    fn ms(n: u64) -> Duration {
-        Duration::from_millis(n)
-    }
-
-    #[test]
-    fn the_defaults_are_those_of_every_client() {
-        let options = LockOptions::new().resolve().unwrap();
-        assert_eq!((options.ttl, options.timeout), (Duration::from_secs(30), Some(Duration::from_secs(5))));
-        assert_eq!(options.max_attempts, 11);
-        assert_eq!(
-            (options.delays.first, options.delays.backoff, options.delays.jitter),
-            (ms(100), Backoff::Exponential, Jitter::Equal)
-        );
-        assert_eq!(options.heartbeat, Heartbeat::Auto);
-    }
-
-    #[test]
-    fn exponential_waits_double_and_fixed_ones_stay() {
-        let exponential = delays(&LockOptions::new().jitter(Jitter::None));
-        let seen: Vec<_> = (1..=11).map(|n| exponential.before(n).as_millis()).collect();
-        assert_eq!(seen, [100, 200, 400, 800, 1600, 3200, 6400, 12800, 25600, 51200, 60000]);
-        let fixed = delays(&LockOptions::new().jitter(Jitter::None).backoff(Backoff::Fixed));
-        assert_eq!([fixed.before(1), fixed.before(100)], [ms(100), ms(100)]);
-        let long = delays(&LockOptions::new().jitter(Jitter::None).retry_delay(Duration::MAX));
-        assert_eq!([long.before(1), long.before(2)], [Duration::MAX; 2]);
-    }
-
-    #[test]
-    fn no_number_of_retries_overflows() {
-        assert_eq!(LockOptions::new().max_retries(u32::MAX).resolve().unwrap().max_attempts, 1 << 32);
-    }
-
-    #[test]
-    fn impossible_values_are_refused_where_they_are_used() {
-        for bad in [
-            LockOptions::new().ttl(Duration::ZERO),
-            LockOptions::new().ttl(Duration::MAX),
-            LockOptions::new().heartbeat(Heartbeat::Every(Duration::ZERO)),
-            LockOptions::new().heartbeat(Heartbeat::Every(DEFAULT_TTL)),
-            LockOptions::new().min_hold(Duration::MAX),
-            LockOptions::new().min_hold(ms(2)).max_hold(ms(1)),
-        ] {
-            assert_eq!(bad.resolve().err().unwrap().code(), ErrorCode::InvalidArgument, "{bad:?}");
-        }
-    }
-
-    #[test]
-    fn a_stated_wait_lifts_only_the_default_limit_of_retries() {
-        for options in [LockOptions::new().wait_forever(), LockOptions::new().timeout(DEFAULT_TIMEOUT)] {
-            assert_eq!(options.resolve().unwrap().max_attempts, u64::MAX);
-        }
-        for options in [
-            LockOptions::new().wait_forever().max_retries(3),
-            LockOptions::new().max_retries(3).wait_forever(),
-            LockOptions::new().timeout(DEFAULT_TIMEOUT).max_retries(3),
-            LockOptions::new().max_retries(3).timeout(DEFAULT_TIMEOUT),
-        ] {
-            assert_eq!(options.resolve().unwrap().max_attempts, 4);
-        }
-    }
+    pub(super) note: Option<Arc<str>>,
 }

@@ -22,6 +22,7 @@ use crate::lock::report::{OnReleaseError, ReleaseErrorContext, ReleaseSource};
 use crate::model::fence::Fence;
 use crate::model::hash::hash_key;
 use crate::model::key::semaphore_of;
+use crate::model::lock_id::LockId;
 use crate::model::time::Moment;
 use crate::sync::{Condvar, Mutex};
 use crate::waiting::{LOOK, Signal};
@@ -226,6 +227,8 @@ pub(super) struct WorkerQueue {
     pub(super) renewals: Schedule<Arc<GuardState>>,
     pub(super) releases: Schedule<PendingRelease>,
     pub(super) callbacks: Callbacks,
+    /// Tickets of waiters that have left.
+    pub(super) withdrawals: Vec<LockId>,
     pub(super) next_id: u64,
     /// Releases that are being tried right now.
     pub(super) in_progress: usize,

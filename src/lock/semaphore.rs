@@ -1,4 +1,4 @@
-//! Counting semaphores: at most so many holders at a time, in all processes together.
+//! Counting semaphores: a limited number of holders at a time, in all processes together.
 
 use std::fmt;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use crate::lock::backend_call::ask;
 use crate::lock::engine::{Engine, Handle};
 use crate::lock::guard::LockGuard;
 use crate::lock::options::LockOptions;
-use crate::lock::waiter;
+use crate::lock::{turns, waiter};
 use crate::model::hash::hash_key;
 use crate::model::key::{Key, MAX_PERMITS, validate_limit};
 use crate::model::time::Moment;
@@ -20,11 +20,11 @@ use crate::model::time::Moment;
 ///
 /// A permit is a lease like that of a lock, in a [`LockGuard`]: renewed, lost, released and fenced in the same
 /// way, and free again after its ttl if its holder dies. Each permit has a number, and a counter of
-/// fences of its own: fences of different permits are not to be compared.
+/// fences of its own: do not compare fences of different permits.
 ///
-/// The limit is not stored. What is promised is *never more holders than the largest limit in use*: with a
-/// lower one, whoever holds a permit beyond it keeps that, and no new one is given beyond it.
-/// A lock on the key of the same name is another thing: neither excludes the other.
+/// The limit is not stored. The promise is *never more holders than the largest limit in use*: with a
+/// lower limit, a holder of a permit beyond it keeps that permit, and no new one is granted beyond it.
+/// A lock on the key of the same name is independent: neither excludes the other.
 ///
 /// ```
 /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
@@ -36,7 +36,7 @@ use crate::model::time::Moment;
 /// # Ok::<(), syncguard::LockError>(())
 /// ```
 ///
-/// Cheap to clone. It belongs to its client, and keeps that alive.
+/// It is cheap to clone. It belongs to its client, and keeps that alive.
 ///
 /// # Blocking
 ///
@@ -105,7 +105,7 @@ impl Semaphore {
     /// Those of [`LockClient::lock_with`](crate::LockClient::lock_with), with the semaphore's name as their
     /// key. After them nothing is held, unless
     /// [`is_outcome_unknown`](crate::LockError::is_outcome_unknown) says so: then a permit may be held under
-    /// [`lock_id`](crate::LockError::lock_id), and the client's worker goes on releasing it until that lease
+    /// [`lock_id`](crate::LockError::lock_id), and the client's worker keeps trying to release it until that lease
     /// would be over (`ttl` and a second).
     pub fn acquire_with(&self, options: &LockOptions) -> Result<LockGuard> {
         let leases = waiter::lock(self.call(options)?).map_err(|error| error.with_key(&*self.name))?;
@@ -178,6 +178,10 @@ impl Semaphore {
     /// What is asked for, checked; no I/O yet.
     fn call(&self, options: &LockOptions) -> Result<LockCall> {
         let options = options.resolve()?;
+        turns::refuse(
+            options.turn,
+            "permits are given as they are free, in no order between clients: leave fair away",
+        )?;
         let token = self.token.and(&options.cancel);
         let (handle, key) = (Arc::clone(&self.handle), Arc::clone(&self.name));
         let (since, other_keys) = (handle.engine().clock.now(), Vec::new());
@@ -188,6 +192,8 @@ impl Semaphore {
             permits: Some(self.limit),
             shared: false,
             since,
+            ticket: None,
+            next: None,
             other_keys,
             options,
             token,

@@ -1,12 +1,13 @@
-//! The locks of readers, who share a key with each other and with no writer.
+//! The locks of readers, which share a key with each other and with no writer.
 
 use std::sync::Arc;
 
+use crate::backend::LockKind;
 use crate::error::Result;
 use crate::lock::attempt::LockCall;
 use crate::lock::guard::LockGuard;
 use crate::lock::options::LockOptions;
-use crate::lock::{LockClient, waiter};
+use crate::lock::{LockClient, turns, waiter};
 
 impl LockClient {
     /// Waits for a shared lock with default options: at most 5 s, then a lease of 30 s that is renewed.
@@ -23,14 +24,14 @@ impl LockClient {
         self.read_lock_with(key, &LockOptions::new())
     }
 
-    /// Waits for a shared lock: any number of readers hold a key at a time, and no writer beside them. A writer is
-    /// whoever takes the plain key: `lock`, `try_lock`, and every other SyncGuard client.
+    /// Waits for a shared lock: any number of readers can hold a key at the same time, without a writer. A writer is
+    /// any holder of the plain key: by `lock`, `try_lock`, and every other SyncGuard client.
     ///
-    /// A reader's lease is one of its own: renewed, lost, released and fenced as any other. All readers that have the
-    /// key at one time have the same fence, which says that no writer had it since.
+    /// Each reader has a lease of its own: renewed, lost, released and fenced like any other. All readers that have
+    /// the key at the same time have the same fence, which says that no writer has had it since.
     ///
-    /// A reader yields to a writer that has waited longer than it, so that neither side waits forever. There is no
-    /// way to make a reader a writer: release, and lock.
+    /// A reader yields to a writer that has waited longer, so that neither side waits forever. A reader cannot be
+    /// made a writer: release, and lock.
     ///
     /// ```
     /// # let client = syncguard::LockClient::new(syncguard::MemoryBackend::new());
@@ -48,7 +49,7 @@ impl LockClient {
     /// # Errors
     ///
     /// Those of [`lock_with`](Self::lock_with). `InvalidArgument` also from a backend without shared leases, and on
-    /// PostgreSQL where the table of members is not there and may not be made.
+    /// PostgreSQL if the table of members is missing and may not be created.
     pub fn read_lock_with(&self, key: &str, options: &LockOptions) -> Result<LockGuard> {
         let call = self.shared_call(key, options)?;
         let key = Arc::clone(&call.key);
@@ -93,6 +94,11 @@ impl LockClient {
     }
 
     fn shared_call(&self, key: &str, options: &LockOptions) -> Result<LockCall> {
-        Ok(LockCall { shared: true, ..self.call(key, options)? })
+        let call = self.call(key, options)?;
+        turns::refuse(
+            call.options.turn,
+            "readers take turns with writers already, and share with each other: leave fair away",
+        )?;
+        Ok(LockCall { kind: LockKind::Shared, shared: true, ..call })
     }
 }

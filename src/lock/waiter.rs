@@ -15,25 +15,25 @@
 //!    meanwhile.
 
 use std::sync::Arc;
-use std::thread::Thread;
 use std::time::Duration;
 
-use crate::backend::{Heard, Holder, Intent, LockBackend, Watch};
+use crate::backend::{Heard, LockBackend, Watch};
 use crate::cancel::Subscription;
 use crate::error::{ErrorCode, LockError, Result};
-use crate::lock::attempt::{AttemptResult, Leases, LockCall};
+use crate::lock::attempt::{AttemptResult, Leases, LockCall, too_late};
 use crate::lock::backend_call::ask;
 use crate::lock::course::{Course, failed};
 use crate::lock::engine::Engine;
-use crate::model::fence::Fence;
-use crate::model::lock_id::LockId;
+use crate::lock::in_the_way::InTheWay;
+use crate::lock::turns::{Line, OnRelease, SAY_AGAIN, intent};
 use crate::model::time::Moment;
 use crate::threads::catch_panic;
 use crate::waiting::{FREED, LISTENING, LOOK, QueuePlace};
 
 /// Waits for the lock.
-pub(super) fn lock(call: LockCall) -> Result<Leases> {
+pub(super) fn lock(mut call: LockCall) -> Result<Leases> {
     let start = call.engine().clock.now();
+    call.begin_wait(start)?;
     let end = call.options.timeout.map_or(Moment::NEVER, |timeout| start.after(timeout));
     call.token.check()?;
     let handle = Arc::clone(&call.handle);
@@ -59,10 +59,11 @@ fn wait(
         call.prepare(end)?;
     }
     let several = !call.other_keys.is_empty();
-    let (waits_for, place) = if several {
-        (None, call.engine().queue.join(&Arc::from(own_queue(call.engine()))))
-    } else {
-        (Some(Arc::clone(&call.key)), call.engine().queue.join(&call.queue_key()?))
+    let queue = &call.engine().queue;
+    let (waits_for, place) = match &call.ticket {
+        _ if several => (None, queue.join(&Arc::from(own_queue(call.engine())))),
+        Some(ticket) => (Some(Arc::clone(&call.key)), queue.join_in_order(&call.key, ticket.clone())),
+        None => (Some(Arc::clone(&call.key)), queue.join(&call.queue_key()?)),
     };
     let waiter = waiter.insert(Waiter {
         course: Arc::clone(course),
@@ -76,13 +77,14 @@ fn wait(
         end,
         start,
         attempts: 0,
-        conflict: None,
-        holder: None,
-        intent: None,
+        in_the_way: InTheWay::new(start, end),
+        line: Line::default(),
     });
     let result = waiter.run();
-    if result.is_ok() {
-        waiter.withdraw();
+    let engine = waiter.call.engine();
+    match &waiter.call.ticket {
+        Some(ticket) => waiter.line.over(engine, (ticket, result.is_ok()), &waiter.place),
+        None => waiter.line.take_back(engine),
     }
     result.map_err(|error| match &waiter.waits_for {
         // What is unknown is so of all keys.
@@ -101,9 +103,6 @@ fn own_queue(engine: &Engine) -> String {
 const FIRST_LOOK: Duration = Duration::from_millis(5);
 /// and grow up to this one.
 const LAST_LOOK: Duration = Duration::from_millis(250);
-
-/// How much longer than the pause after it a writer's announcement to readers counts.
-const INTENT: Duration = Duration::from_secs(1);
 
 /// After so long a wait the backend is asked to watch the key: what is free again sooner is not
 /// worth it.
@@ -128,13 +127,10 @@ struct Waiter {
     end: Moment,
     start: Moment,
     attempts: u64,
-    /// What the last attempt that was answered met, if that was no holder: another session's lock,
-    /// or a ttl that was over too soon.
-    conflict: Option<LockError>,
-    /// Who held the key at the last look, and when that was.
-    holder: Option<(Holder, Moment)>,
-    /// A writer's announcement to readers: its id, and until when it counts.
-    intent: Option<(LockId, Moment)>,
+    /// What is known of who or what is in its way.
+    in_the_way: InTheWay,
+    /// What others have been told of it, and its place among those who are served in order.
+    line: Line,
 }
 
 impl Waiter {
@@ -189,8 +185,9 @@ impl Waiter {
             return Ok(());
         }
         // What tells of the old key must not outlive the place in its queue.
-        (self.watch, self.registration, self.holder) = (None, None, None);
-        self.withdraw();
+        (self.watch, self.registration) = (None, None);
+        self.in_the_way.is_another();
+        self.line.take_back(self.call.engine());
         self.place = self.engine().queue.join(&key);
         self.waits_for = Some(key);
         self.take_turn()?;
@@ -203,6 +200,8 @@ impl Waiter {
     /// a look that finds the key free.
     fn pause(&mut self, end: Moment) -> Result<Option<Leases>> {
         loop {
+            // Also before a pause of no time.
+            let say_again = self.say_that_it_waits();
             let now = self.engine().clock.now();
             if now >= end {
                 return Ok(None);
@@ -212,16 +211,22 @@ impl Waiter {
                 now
             } else if self.call.options.wake_ups && self.waits_for.is_some() {
                 self.watch_key(now);
-                let next = now.after(self.look_interval(now));
-                self.announce(now, next.min(end));
-                next
+                now.after(self.look_interval(now))
             } else {
-                self.announce(now, end);
                 Moment::NEVER
             };
-            let calls = self.sleep(end.min(next_look))?;
+            let calls = self.sleep(end.min(next_look).min(say_again))?;
+            if self.call.ticket.is_some() {
+                // Somebody of this process may come before us now.
+                self.take_turn()?;
+            }
             let due = self.engine().clock.now() >= next_look && next_look < end;
             let found = match (calls & FREED != 0, due || calls & LISTENING != 0) {
+                (true, due) if self.call.ticket.is_some() => match (self.line.released(), due) {
+                    (OnRelease::Attempt, _) => self.try_once(false)?,
+                    (OnRelease::Wait, false) => None,
+                    _ => self.look()?,
+                },
                 (true, _) => self.try_once(false)?,
                 (false, true) => self.look()?,
                 (false, false) => None,
@@ -233,7 +238,7 @@ impl Waiter {
     }
 
     /// How long until the next look: what has been waited for long is noticed a little later, so
-    /// that many long waits cost little, and the handoff stays within a sixteenth of the wait. Where
+    /// that many long waits cost little, and the handover stays within a sixteenth of the wait. Where
     /// the backend listens, looks are for what it does not hear (a lease that runs out, a client that
     /// calls nobody): within a quarter of the wait.
     fn look_interval(&self, now: Moment) -> Duration {
@@ -272,49 +277,36 @@ impl Waiter {
         let Some(key) = &self.waits_for else { return Ok(false) };
         let engine = self.call.engine();
         let deadline = engine.call_deadline(self.end);
+        if let Some(ticket) = &self.call.ticket {
+            let now = engine.clock.now();
+            let intent = intent(ticket, key, now);
+            let turn = ask(|| engine.backend.turn(&intent, deadline, &self.call.token))?;
+            self.in_the_way.holder = turn.holder.map(|holder| (holder, now));
+            self.line.seen(turn.ahead);
+            return Ok(turn.holder.is_some() || turn.ahead > 0);
+        }
         if let Some(limit) = self.call.permits {
             let (name, token) = (&self.call.key, &self.call.token);
             return Ok(ask(|| engine.backend.permits_in_use(name, limit, deadline, token))? >= limit);
         }
         let found = ask(|| engine.backend.holder(key, deadline, &self.call.token))?;
-        self.holder = found.map(|holder| (holder, engine.clock.now()));
+        self.in_the_way.holder = found.map(|holder| (holder, engine.clock.now()));
         // To ask as a reader is to look whether a writer is in the way.
         Ok(found.is_some_and(|holder| !(holder.shared && self.call.shared)))
     }
 
-    /// Tells readers that share the key that a writer waits for it, until the end of this pause and for
-    /// [`INTENT`] more. What fails only lets them go first.
-    fn announce(&mut self, now: Moment, pause_end: Moment) {
-        let readers = self.holder.is_some_and(|(holder, _)| holder.shared);
-        let Some(key) = self.waits_for.as_ref().filter(|_| readers && !self.call.shared) else { return };
-        if self.intent.as_ref().is_some_and(|(_, until)| pause_end.after(INTENT / 2) < *until) {
-            return;
+    /// Tells those whom it concerns that it waits: whoever stands in line, or readers that share the key. When to say
+    /// so again.
+    fn say_that_it_waits(&mut self) -> Moment {
+        let (engine, key) = (self.call.engine(), self.waits_for.as_ref());
+        let beside_readers =
+            !self.call.shared && self.in_the_way.holder.is_some_and(|(holder, _)| holder.shared);
+        match (&self.call.ticket, key) {
+            (Some(ticket), Some(key)) => self.line.stay(engine, (key, ticket), &self.place, self.end),
+            (None, Some(key)) if beside_readers => self.line.announce(engine, (key, self.start), self.end),
+            _ => return Moment::NEVER,
         }
-        let id = match self.intent.take() {
-            Some((id, _)) => id,
-            None => match LockId::generate_shared() {
-                Ok(id) => id,
-                Err(_) => return,
-            },
-        };
-        let engine = self.call.engine();
-        let (until, waited) = (pause_end.after(INTENT), now.since(self.start));
-        let intent = Intent::new(key, id.as_str(), waited, until.since(now));
-        let said = ask(|| engine.backend.announce(&intent, engine.call_deadline(self.end)));
-        match said {
-            Ok(()) => self.intent = Some((id, until)),
-            Err(error) => log::debug!("readers could not be told of a writer: {}", error.chain()),
-        }
-    }
-
-    /// Lets the readers go on: the writer has the key, or waits no more.
-    fn withdraw(&mut self) {
-        let Some((id, _)) = self.intent.take() else { return };
-        let engine = self.call.engine();
-        let deadline = engine.call_deadline(self.end);
-        if let Err(error) = ask(|| engine.backend.withdraw(id.as_str(), deadline)) {
-            log::debug!("an announcement to readers ends by itself: {}", error.chain());
-        }
+        engine.clock.now().after(SAY_AGAIN)
     }
 
     /// One attempt, after a look if asked for.
@@ -332,20 +324,35 @@ impl Waiter {
                 }
             };
         if !free {
-            self.conflict = None;
+            self.in_the_way.conflict = None;
             return Ok(None);
         }
-        match self.call.attempt(self.end, (&self.course, self.attempts)) {
+        if self.call.ticket.is_some() {
+            self.call.next = self.line.next(self.engine().clock.now(), &self.place);
+        }
+        let answer = self.call.attempt(self.end, (&self.course, self.attempts));
+        match answer {
             Ok(AttemptResult::Granted(leases)) => return Ok(Some(leases)),
             Ok(AttemptResult::Taken { index, holder }) => {
-                self.conflict = None;
+                self.line.refused();
+                self.in_the_way.conflict = None;
                 self.wait_for_key(index)?;
                 if let Some(holder) = holder {
-                    self.holder = Some((holder, self.engine().clock.now()));
+                    self.in_the_way.holder = Some((holder, self.engine().clock.now()));
                 }
             }
-            Ok(AttemptResult::TooLate) => self.conflict = Some(too_late()),
-            Err(error) => self.wait_or_fail(error, contended)?,
+            Ok(AttemptResult::TooLate) => {
+                self.line.ended(self.call.engine(), &self.place);
+                self.in_the_way.conflict = Some(too_late());
+            }
+            Err(error) => {
+                if error.is_outcome_unknown() {
+                    self.line.unsure(self.engine().clock.now());
+                } else {
+                    self.line.refused();
+                }
+                self.wait_or_fail(error, contended)?;
+            }
         }
         Ok(None)
     }
@@ -358,7 +365,7 @@ impl Waiter {
             return Err(error);
         }
         if error.is_contention() {
-            self.conflict = Some(error);
+            self.in_the_way.conflict = Some(error);
             return Ok(());
         }
         let ours = contended && self.engine().clock.now() >= self.end;
@@ -375,9 +382,19 @@ impl Waiter {
             self.registration = self.call.token.subscribe(move || signal.notify(LOOK));
         }
         self.check()?;
-        let calls = self.place.signal().sleep_until(&self.engine().clock, until.min(self.end));
-        self.check()?;
-        Ok(calls)
+        loop {
+            let question = self.in_the_way.question_at();
+            let wake = until.min(self.end).min(question);
+            let calls = self.place.signal().sleep_until(&self.engine().clock, wake);
+            self.check()?;
+            let now = self.engine().clock.now();
+            if now >= question {
+                self.in_the_way.ask_who_holds((&self.call, self.waits_for.as_ref()));
+            }
+            if calls != 0 || now >= until {
+                return Ok(calls);
+            }
+        }
     }
 
     fn check(&mut self) -> Result<()> {
@@ -386,74 +403,8 @@ impl Waiter {
         if self.engine().clock.now() >= self.end { Err(self.timed_out(None)) } else { Ok(()) }
     }
 
-    /// Who has the key, as far as it is known, as the end of a sentence.
-    fn who_holds(&self, now: Moment) -> String {
-        if let Some(limit) = self.call.permits {
-            let here = self.engine().registry.permits_held_here(&self.call.key, now);
-            return format!("; the semaphore has {limit} permits, and this client holds {here} of them");
-        }
-        if let Some((fence, taken_by)) = self.held_here(now) {
-            let me = std::thread::current();
-            return if taken_by.id() == me.id() {
-                format!(
-                    "; this very thread took it under fencing token {fence} and has not released it: locks are not re-entrant, pass the guard on or drop it first"
-                )
-            } else {
-                let name = taken_by.name().map(|name| format!(" ({name:?})")).unwrap_or_default();
-                format!("; another thread of this client{name} took it under fencing token {fence}")
-            };
-        }
-        let Some((Holder { fence: Some(fence), remaining, shared }, seen)) = self.holder else {
-            return String::new();
-        };
-        let rest = remaining.unwrap_or_default().saturating_sub(now.since(seen)).as_secs_f64();
-        let held = if shared { "shared by readers" } else { "held" };
-        format!(
-            "; it is {held} under fencing token {fence}, and that lease ends in {rest:.1} s unless it is renewed"
-        )
-    }
-
-    /// Under which fence this client holds the key that is in the way itself, and the thread that took it.
-    fn held_here(&self, now: Moment) -> Option<(Fence, Thread)> {
-        self.engine().registry.held_here(self.waits_for.as_ref()?, now)
-    }
-
     fn timed_out(&mut self, cause: Option<LockError>) -> LockError {
-        let now = self.engine().clock.now();
-        let waited = now.since(self.start).as_secs_f64();
-        // Whatever was in the way says more than how the last call was cut short.
-        let met = self.conflict.take();
-        let attempts = match self.attempts {
-            0 => "and no attempt was made: other threads of this process were ahead in the queue".to_owned(),
-            1 => "in 1 attempt".to_owned(),
-            n => format!("in {n} attempts"),
-        };
-        let advice = match met {
-            None if now < self.end => {
-                "its retries are used up, raise max_retries or hold the lock for less time"
-            }
-            None => "raise timeout, or hold the lock for less time",
-            Some(_) => "see this error's source for what was in the way",
-        };
-        let what = match (self.call.permits, self.call.other_keys.is_empty()) {
-            (Some(_), _) => "a permit",
-            (None, true) => "the key",
-            (None, false) => "the keys, all at once,",
-        };
-        let error = LockError::new(ErrorCode::AcquisitionTimeout).with_message(format!(
-            "{what} could not be taken within {waited:.3} s, {attempts}: {advice}{}",
-            self.who_holds(now)
-        ));
-        match met.or(cause) {
-            Some(cause) => error.with_source(cause),
-            None => error,
-        }
+        let known = (self.attempts, self.line.ahead());
+        self.in_the_way.timed_out((&self.call, self.waits_for.as_ref()), known, cause)
     }
-}
-
-/// Why a grant was released, for whoever waited in vain.
-fn too_late() -> LockError {
-    LockError::new(ErrorCode::NetworkTimeout).with_message(
-        "the key was granted, but most of the ttl was over when the answer came: raise the ttl, or see what slows the server down",
-    )
 }

@@ -1,4 +1,4 @@
-//! The worker: lost leases to the log first, then renewals, then pending releases, then user code.
+//! The worker: lost leases to the log first, then renewals, then tickets and pending releases, then user code.
 //!
 //! 1. One backend call at a time, each with a deadline: at the latest then it looks at what is due.
 //! 2. A pending release never takes so long that a renewal that is due meanwhile comes late by more
@@ -19,6 +19,8 @@ use crate::lock::lease::Outcome;
 use crate::lock::registry::{Callback, GuardState, LostLease, PendingRelease};
 use crate::lock::release::{ReleaseProgress, try_release};
 use crate::lock::report::{ReleaseSource, report};
+use crate::lock::turns;
+use crate::model::lock_id::LockId;
 use crate::model::time::Moment;
 use crate::threads::{UserValue, catch_panic, ignore_panic};
 use crate::waiting::Delays;
@@ -40,6 +42,8 @@ enum Job {
     /// Tells the log of lost leases.
     Log(Vec<LostLease>),
     Renew(Vec<Arc<GuardState>>),
+    /// Takes a ticket back, within this time.
+    Withdraw(LockId, Duration),
     Release(Box<PendingRelease>),
     Callback(Callback),
     Unreserve,
@@ -90,6 +94,7 @@ fn do_job(engine: &Engine, job: Job) {
             ignore_panic(move || log::warn!("{lost}"));
         }),
         Job::Renew(due) => renew(engine, due),
+        Job::Withdraw(id, rest) => turns::withdraw(engine, &id, rest),
         Job::Release(pending) => {
             ignore_panic(|| run_release(engine, *pending));
             engine.registry.worker_queue.lock().in_progress -= 1;
@@ -134,6 +139,9 @@ fn next_job(engine: &Engine, callbacks: bool) -> Job {
             due.push(state);
         }
         return Job::Renew(due);
+    }
+    if let Some(id) = queue.withdrawals.pop() {
+        return Job::Withdraw(id, beside_renewals(engine, queue.renewals.next(), now));
     }
     // At the end nothing waits for its time: what is kept is cut to its rest, and a manual clock
     // may never be moved again.
@@ -252,13 +260,18 @@ fn note_failures(engine: &Engine, answers: &[Result<RenewOutcome>]) {
     match answers.iter().find_map(|answer| answer.as_ref().err()) {
         Some(error) if !engine.renewals_fail.swap(true, Ordering::Relaxed) => ignore_panic(|| {
             log::warn!(
-                "leases could not be renewed, and are lost at their ends unless that is mended: {}",
+                "leases could not be renewed, and are lost when their ttl is over unless a renewal succeeds: {}",
                 error.chain()
             );
         }),
         Some(_) => {}
         None => engine.renewals_fail.store(false, Ordering::Relaxed),
     }
+}
+
+/// How long a call may take beside renewals, the next of which is due then.
+fn beside_renewals(engine: &Engine, next_renewal: Moment, now: Moment) -> Duration {
+    engine.backend.operation_timeout().min(next_renewal.since(now).max(SHORTEST_CALL))
 }
 
 fn run_release(engine: &Engine, mut pending: PendingRelease) {
@@ -268,10 +281,7 @@ fn run_release(engine: &Engine, mut pending: PendingRelease) {
         return;
     }
     let next_renewal = engine.registry.worker_queue.lock().renewals.next();
-    let rest = engine
-        .dispose_timeout
-        .min(engine.backend.operation_timeout())
-        .min(next_renewal.since(now).max(SHORTEST_CALL));
+    let rest = engine.dispose_timeout.min(beside_renewals(engine, next_renewal, now));
     match try_release(engine, &mut pending, rest) {
         Ok(ReleaseProgress::Kept) => {
             let at = pending.min_hold_end;
@@ -341,5 +351,23 @@ fn give_up(engine: &Engine, mut pending: PendingRelease) {
             error,
             Box::new(pending.context),
         ));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refusal_is_what_the_server_said_of_a_change_that_it_did_not_make() {
+        let said = |code| LockError::new(code).with_sqlstate("XX000");
+        for code in [ErrorCode::AuthFailed, ErrorCode::InvalidArgument, ErrorCode::Internal] {
+            assert!(is_refusal(&said(code)), "{code}");
+            assert!(!is_refusal(&LockError::new(code)), "{code}: nobody said it");
+            assert!(!is_refusal(&said(code).with_unknown_outcome(Duration::ZERO)), "{code}: not known");
+        }
+        for away in [ErrorCode::ServiceUnavailable, ErrorCode::NetworkTimeout] {
+            assert!(!is_refusal(&said(away)), "{away}");
+        }
     }
 }

@@ -32,7 +32,7 @@ impl MemoryBackend {
         self.shared.clock.advance(by);
     }
 
-    /// Moves the server's clock alone, forward or back: it was set, or a standby with another
+    /// Moves only the server's clock, forward or back: as if it was set, or a standby with another
     /// time took over. The holders' own view of their leases does not change.
     ///
     /// ```
@@ -48,7 +48,7 @@ impl MemoryBackend {
         self.shared.state.lock().time.shift_ms(by_ms);
     }
 
-    /// Sets the server's clock alone, in Unix milliseconds.
+    /// Sets only the server's clock, in Unix milliseconds.
     ///
     /// ```
     /// # let memory = syncguard::MemoryBackend::manual();
@@ -94,7 +94,7 @@ impl MemoryBackend {
     }
 
     /// Another holder has the key from now on, for five minutes and with a newer fence, whoever
-    /// held it: what a holder finds who was paused for too long.
+    /// held it: as a holder finds it that was paused for too long.
     ///
     /// ```
     /// # let memory = syncguard::MemoryBackend::manual();
@@ -112,7 +112,7 @@ impl MemoryBackend {
             .map(|grant| grant.acquired)
     }
 
-    /// The key's lease is over, tolerance included. Whether there was a row.
+    /// Makes the key's lease expire, tolerance included. Returns whether there was a row.
     ///
     /// ```
     /// # let memory = syncguard::MemoryBackend::manual();
@@ -126,8 +126,8 @@ impl MemoryBackend {
         self.age(key, TIME_TOLERANCE_MS)
     }
 
-    /// The key's lease ended so many milliseconds ago; below 0, it has that long to live. Whether
-    /// there was a row.
+    /// Makes the key's lease end this many milliseconds ago; a negative number leaves it that long to live.
+    /// Returns whether there was a row.
     ///
     /// ```
     /// # let memory = syncguard::MemoryBackend::manual();
@@ -142,7 +142,7 @@ impl MemoryBackend {
         Ok(self.shared.decide(|store, now| store.age(&stored.base, past_expiry_ms, now)))
     }
 
-    /// The key's row is deleted, as an operator would do it. Whether there was one.
+    /// Deletes the key's row, as an operator would. Returns whether there was one.
     ///
     /// ```
     /// # let memory = syncguard::MemoryBackend::manual();
@@ -157,7 +157,7 @@ impl MemoryBackend {
         Ok(self.shared.decide(|store, _| store.remove(&stored.base)))
     }
 
-    /// What the next renewal or extend of the key's lease finds. Later orders replace earlier ones.
+    /// Sets what the next renewal or extend of the key's lease finds. A later call replaces an earlier one.
     ///
     /// ```
     /// # let memory = syncguard::MemoryBackend::manual();
@@ -196,7 +196,7 @@ impl MemoryBackend {
 
 /// What happens to calls.
 impl MemoryBackend {
-    /// The next call of this kind that has no such order before it fails.
+    /// Makes the next call of this kind fail; repeated, the calls after it.
     ///
     /// ```
     /// # let memory = syncguard::MemoryBackend::manual();
@@ -212,7 +212,7 @@ impl MemoryBackend {
         self.shared.orders.lock().push_next(call, fault.into());
     }
 
-    /// Every call of this kind fails, until [`heal`](MemoryBackend::heal).
+    /// Makes every call of this kind fail, until [`heal`](MemoryBackend::heal).
     ///
     /// ```
     /// # let memory = syncguard::MemoryBackend::manual();
@@ -226,7 +226,7 @@ impl MemoryBackend {
         self.shared.orders.lock().set_every(call, fault.into());
     }
 
-    /// Every call of every kind fails: the server is away.
+    /// Makes every call of every kind fail: the server is away.
     ///
     /// ```
     /// # let memory = syncguard::MemoryBackend::manual();
@@ -310,7 +310,7 @@ impl MemoryBackend {
         gate
     }
 
-    /// Takes back all orders that are still waiting. Gates stay as they are.
+    /// Removes all faults that are still waiting. Gates stay as they are.
     ///
     /// ```
     /// # let memory = syncguard::MemoryBackend::manual();
@@ -405,7 +405,7 @@ impl MemoryBackend {
         self.shared.counts.lock().arrived.get(&call).copied().unwrap_or(0)
     }
 
-    /// Waits until so many calls of this kind have been answered, for at most `limit` of real time.
+    /// Waits until this many calls of this kind have been answered, for at most `limit` of real time.
     ///
     /// ```
     /// # let memory = syncguard::MemoryBackend::manual();

@@ -1,4 +1,4 @@
-//! What a test can order to go wrong.
+//! The faults that a test can inject.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
@@ -10,7 +10,7 @@ use crate::error::ErrorCode;
 use crate::model::time::{Clock, Moment, deadline_after};
 use crate::sync::{Condvar, Mutex};
 
-/// The calls that a [`MemoryBackend`](crate::MemoryBackend) counts and that faults are ordered for.
+/// The calls that a [`MemoryBackend`](crate::MemoryBackend) counts, and for which faults can be injected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Call {

@@ -2,7 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use crate::backend::{Acquired, Grant, Version};
+use crate::backend::{Acquired, Grant, LONGEST_TICKET_MS, Version};
+use crate::memory::store::StoredLabel;
 use crate::model::fence::Fence;
 use crate::model::time::{TIME_TOLERANCE_MS, is_live};
 
@@ -23,12 +24,21 @@ pub(super) struct Member {
     pub(super) expires_at_ms: i64,
     pub(super) fence: Fence,
     pub(super) version: u64,
+    pub(super) label: StoredLabel,
 }
 
 pub(super) struct Waiting {
     pub(super) base: String,
     pub(super) since_ms: i64,
     pub(super) expires_at_ms: i64,
+    pub(super) priority: i32,
+}
+
+impl Waiting {
+    /// Whether it still waits. What says that it lasts for too long is nobody's.
+    pub(super) fn is_in_line(&self, now: i64) -> bool {
+        self.expires_at_ms > now && self.expires_at_ms <= now.saturating_add(LONGEST_TICKET_MS)
+    }
 }
 
 impl Member {

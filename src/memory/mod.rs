@@ -1,8 +1,8 @@
 //! Leases in this process: the [contract](crate::backend) as an executable model, to test programs
 //! that hold locks without a server.
 //!
-//! Everything that a server decides is decided here by the same rules, and everything that goes
-//! wrong with one can be ordered: another holder, an expiry, a takeover, an error, a lost answer, a
+//! Everything that a server decides is decided here by the same rules, and everything that can go
+//! wrong with a server can be injected: another holder, an expiry, a takeover, an error, a lost answer, a
 //! call that hangs. Time passes when the test says so.
 //!
 //! # Testing the moment at which a lock is lost
@@ -53,7 +53,7 @@
 //! # Letting time pass for a lock that is renewed
 //!
 //! A guard is renewed by a thread of its client, when a third of its ttl has passed. One long
-//! [`advance`](MemoryBackend::advance) takes the whole ttl away before that thread has had its turn, and the
+//! [`advance`](MemoryBackend::advance) uses up the whole ttl before that thread has had its turn, and the
 //! lock is lost, as after a pause of the whole process. So let time pass in steps, and wait for the
 //! renewal that each of them makes due:
 //!
@@ -130,6 +130,7 @@
 mod call;
 mod control;
 mod fault;
+mod fenced;
 mod members;
 mod once;
 mod permits;
@@ -137,6 +138,7 @@ mod readers;
 mod shared;
 mod store;
 mod time;
+mod turns;
 
 use std::fmt;
 use std::sync::Arc;
@@ -144,12 +146,13 @@ use std::time::Duration;
 
 use crate::backend::{
     AcquireResult, Attempt, AttemptAll, BeginOutcome, BeginRun, Capabilities, ExtendOutcome, Grant, GrantAll,
-    Holder, Intent, LockBackend, LockInfo, LockInfoRaw, Lookup, MarkOutcome, MarkRun, MarkStep,
-    PermitAttempt, PermitGrant, ReleaseOutcome, RenewOutcome, Renewal, SharedAttempt, TimeAuthority,
-    check_set,
+    HeldBy, Holder, Intent, LockBackend, LockInfo, LockInfoRaw, Lookup, MarkOutcome, MarkRun, MarkStep,
+    PermitAttempt, PermitGrant, ReleaseOutcome, RenewOutcome, Renewal, SharedAttempt, TimeAuthority, Turn,
+    TurnAttempt, check_set,
 };
 use crate::cancel::CancelToken;
 use crate::error::{LockError, Result};
+use crate::model::fence::Fence;
 use crate::model::key::{BACKEND_LIMIT_POSTGRES, Key, RESERVE_BYTES_POSTGRES};
 use crate::model::lock_id::LockId;
 use crate::model::time::{Clock, Moment, Ttl};
@@ -158,20 +161,20 @@ pub use fault::{Call, Fault, Gate, Loss};
 
 use call::{Effect, Failure};
 use shared::Shared;
-use store::StoredKey;
+use store::{StoredKey, StoredLabel};
 
 /// A [`LockBackend`] that keeps its leases in this process. See the [module](crate::memory).
 ///
-/// Clones share everything: they are so many clients of one server.
+/// Clones share everything: each is a client of the same server.
 ///
 /// # Blocking
 ///
-/// Calls return at once, but for those that a test lets [hang](Gate): at most their `deadline`, or
+/// Calls return at once, except for those that a test lets [hang](Gate): at most their `deadline`, or
 /// `operation_timeout`. [`wait_for_answers`](Self::wait_for_answers) takes at most its `limit`, and no longer than a day.
 ///
 /// # Cancellation
 ///
-/// A fired token ends a call that hangs, unless its change is made already.
+/// A fired token ends a call that hangs, unless its change is already made.
 #[derive(Clone)]
 pub struct MemoryBackend {
     shared: Arc<Shared>,
@@ -213,9 +216,9 @@ impl MemoryBackend {
         Self::on(Clock::manual())
     }
 
-    /// Limits stored keys to so many bytes, as a backend with a small limit would: longer keys are
+    /// Limits stored keys to this many bytes, as a backend with a small limit would: longer keys are
     /// stored under their digest. Below 28 bytes even that does not fit, and keys are refused.
-    /// To be chosen before the backend is cloned: clones that disagree are clients that do not
+    /// Set it before the backend is cloned: clones that disagree are clients that do not
     /// see each other's locks.
     ///
     /// ```
@@ -231,7 +234,7 @@ impl MemoryBackend {
         self
     }
 
-    /// How long a single operation may take, 5 s by default: calls that [hang](Gate) end then.
+    /// How long a single operation may take, 5 s by default: calls that [hang](Gate) then end.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -299,7 +302,7 @@ impl LockBackend for MemoryBackend {
     fn acquire(&self, key: &str, ttl: Duration, cancel: &CancelToken) -> Result<AcquireResult> {
         let lock_id = LockId::generate()?;
         let deadline = self.default_deadline();
-        self.attempt(&Attempt { key, lock_id: lock_id.as_str(), ttl, deadline }, cancel)
+        self.attempt(&Attempt::new(key, lock_id.as_str(), ttl, deadline), cancel)
     }
 
     fn release(&self, lock_id: &str, cancel: &CancelToken) -> Result<ReleaseOutcome> {
@@ -336,10 +339,15 @@ impl LockBackend for MemoryBackend {
     fn grant(&self, attempt: &Attempt<'_>, cancel: &CancelToken) -> Result<Option<Grant>> {
         let key = self.stored(attempt.key)?;
         let (id, ttl) = (LockId::parse(attempt.lock_id)?, Ttl::new(attempt.ttl)?);
+        let label = StoredLabel::of(attempt.label)?;
         let in_context = |error: LockError| error.with_key(attempt.key).with_lock_id(attempt.lock_id);
         let answer = self
             .call(Call::Acquire, Effect::Grant(ttl), (attempt.deadline, cancel), |store, now| {
-                store.acquire(&key, id.as_str(), ttl, now)
+                let answer = store.acquire(&key, id.as_str(), ttl, now)?;
+                if answer.is_some() {
+                    store.label(id.as_str(), &label);
+                }
+                Ok(answer)
             })
             .map_err(|failure| in_context(failure.error()))?
             .map_err(in_context)?;
@@ -356,9 +364,14 @@ impl LockBackend for MemoryBackend {
         for (key, lock_id) in attempt.leases {
             leases.push((self.stored(key)?, LockId::parse(lock_id)?));
         }
+        let label = StoredLabel::of(attempt.label)?;
         let answer = self
             .call(Call::Acquire, Effect::Grant(ttl), (attempt.deadline, cancel), |store, now| {
-                store.acquire_all(&leases, ttl, now)
+                let answer = store.acquire_all(&leases, ttl, now);
+                if let Ok(GrantAll::Granted(_)) = answer {
+                    leases.iter().for_each(|(_, id)| store.label(id.as_str(), &label));
+                }
+                answer
             })
             .map_err(Failure::error)??;
         if let GrantAll::Granted(grants) = &answer {
@@ -371,6 +384,19 @@ impl LockBackend for MemoryBackend {
 
     fn holder(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<Option<Holder>> {
         self.look(Call::Holder, key, deadline, cancel)
+    }
+
+    fn who_holds(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<Option<HeldBy>> {
+        let stored = self.stored(key)?;
+        let found = self
+            .call(Call::Lookup, Effect::Read, (deadline, cancel), |store, now| {
+                let live = store.live_by_key(&stored.base, now)?;
+                let remaining = Holder::until(None, live.expires_at_ms, now).remaining;
+                Some(HeldBy::new(live.sanitized(), remaining))
+            })
+            .map_err(|failure| failure.error().with_key(key))?;
+        cancel.check()?;
+        Ok(found)
     }
 
     fn release_by(&self, lock_id: &str, deadline: Moment) -> Result<ReleaseOutcome> {
@@ -471,6 +497,26 @@ impl LockBackend for MemoryBackend {
 
     fn grant_shared(&self, attempt: &SharedAttempt<'_>, cancel: &CancelToken) -> Result<Option<Grant>> {
         self.join_call(attempt, cancel)
+    }
+
+    fn fence_statement(&self, key: &str, fence: Fence, lock_id: Option<&str>) -> Result<String> {
+        self.played([(key, fence, lock_id)])
+    }
+
+    fn fence_statement_all(&self, leases: &[(&str, Fence, &str)]) -> Result<String> {
+        self.played(leases.iter().map(|(key, fence, lock_id)| (*key, *fence, Some(*lock_id))))
+    }
+
+    fn fence_statement_shared(&self, key: &str, fence: Fence, lock_id: &str) -> Result<String> {
+        self.played([(key, fence, Some(lock_id))])
+    }
+
+    fn grant_in_turn(&self, attempt: &TurnAttempt<'_>, cancel: &CancelToken) -> Result<Option<Grant>> {
+        self.turn_call(attempt, cancel)
+    }
+
+    fn turn(&self, ticket: &Intent<'_>, deadline: Moment, cancel: &CancelToken) -> Result<Turn> {
+        self.turn_look(ticket, deadline, cancel)
     }
 
     fn announce(&self, intent: &Intent<'_>, deadline: Moment) -> Result<()> {

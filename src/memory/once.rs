@@ -6,7 +6,7 @@ use crate::error::{LockError, Result};
 use crate::memory::MemoryBackend;
 use crate::memory::call::Effect;
 use crate::memory::fault::Call;
-use crate::memory::store::Store;
+use crate::memory::store::{Store, StoredLabel};
 use crate::model::lock_id::LockId;
 use crate::model::time::{Moment, Ttl};
 
@@ -63,6 +63,7 @@ pub(super) fn begin(
     let (key, mark) = (memory.stored(attempt.key)?, memory.mark_key(attempt.key, begin.slot)?);
     let (id, ttl) = (LockId::parse(attempt.lock_id)?, Ttl::new(attempt.ttl)?);
     let in_context = |error: LockError| error.with_key(attempt.key).with_lock_id(attempt.lock_id);
+    let label = StoredLabel::of(attempt.label)?;
     let grant = |store: &mut Store, now: i64| {
         let last = store.counter(&mark);
         // The same begin again has the slot of its grant.
@@ -76,6 +77,9 @@ pub(super) fn begin(
             return Ok((BeginOutcome::Running, last, now));
         }
         let granted = store.acquire(&key, id.as_str(), ttl, now)?;
+        if granted.is_some() {
+            store.label(id.as_str(), &label);
+        }
         let begun = |grant| BeginOutcome::Begun(BegunRun { grant, slot, last });
         Ok((granted.map_or(BeginOutcome::Running, begun), last, now))
     };

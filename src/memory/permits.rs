@@ -6,7 +6,7 @@ use crate::error::{LockError, Result};
 use crate::memory::MemoryBackend;
 use crate::memory::call::Effect;
 use crate::memory::fault::Call;
-use crate::memory::store::{Store, StoredKey};
+use crate::memory::store::{Store, StoredKey, StoredLabel};
 use crate::model::key::{Key, validate_limit};
 use crate::model::lock_id::LockId;
 use crate::model::time::{Moment, Ttl};
@@ -19,10 +19,15 @@ impl MemoryBackend {
     ) -> Result<Option<PermitGrant>> {
         let permits = self.permits(attempt.semaphore, attempt.limit)?;
         let (id, ttl) = (LockId::parse(attempt.lock_id)?, Ttl::new(attempt.ttl)?);
+        let label = StoredLabel::of(attempt.label)?;
         let in_context = |error: LockError| error.with_key(attempt.semaphore).with_lock_id(attempt.lock_id);
         let answer = self
             .call(Call::Acquire, Effect::Grant(ttl), (attempt.deadline, cancel), |store, now| {
-                store.acquire_permit(&permits, id.as_str(), ttl, now)
+                let answer = store.acquire_permit(&permits, id.as_str(), ttl, now)?;
+                if answer.is_some() {
+                    store.label(id.as_str(), &label);
+                }
+                Ok(answer)
             })
             .map_err(|failure| in_context(failure.error()))?
             .map_err(in_context)?;

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::backend::{
-    ExtendOutcome, Grant, Intent, LockInfoRaw, LostReason, Reason, ReleaseOutcome, RenewOutcome, Renewal,
+    ExtendOutcome, Grant, LockInfoRaw, LostReason, Reason, ReleaseOutcome, RenewOutcome, Renewal,
     SharedAttempt, Version,
 };
 use crate::cancel::CancelToken;
@@ -12,12 +12,12 @@ use crate::memory::MemoryBackend;
 use crate::memory::call::{Effect, Failure};
 use crate::memory::fault::Call;
 use crate::memory::members::{GROUP, Member, Waiting};
-use crate::memory::store::{Store, StoredKey, next};
+use crate::memory::store::{Store, StoredKey, StoredLabel, next};
 use crate::model::fence::Fence;
 use crate::model::lock_id::LockId;
 use crate::model::time::{Moment, TIME_TOLERANCE_MS, Ttl};
 
-fn millis(duration: Duration) -> i64 {
+pub(super) fn millis(duration: Duration) -> i64 {
     i64::try_from(duration.as_millis()).unwrap_or(i64::MAX / 4)
 }
 
@@ -30,10 +30,11 @@ impl MemoryBackend {
         let attempt = &shared.attempt;
         let (key, id) = (self.stored(attempt.key)?, LockId::parse_shared(attempt.lock_id)?);
         let (ttl, waited) = (Ttl::new(attempt.ttl)?, millis(shared.waited));
+        let label = StoredLabel::of(attempt.label)?;
         let in_context = |error: LockError| error.with_key(attempt.key).with_lock_id(attempt.lock_id);
         let answer = self
             .call(Call::Acquire, Effect::Grant(ttl), (attempt.deadline, cancel), |store, now| {
-                store.join(&key, id.as_str(), ttl, (now, waited))
+                store.join(&key, (id.as_str(), &label), ttl, (now, waited))
             })
             .map_err(|failure| in_context(failure.error()))?
             .map_err(in_context)?;
@@ -41,19 +42,6 @@ impl MemoryBackend {
             granted.acquired.fence.warn_near_limit(attempt.key);
         }
         Ok(answer)
-    }
-
-    pub(super) fn announce_call(&self, intent: &Intent<'_>, deadline: Moment) -> Result<()> {
-        let (key, id) = (self.stored(intent.key)?, LockId::parse(intent.id)?);
-        let (waited, lasts) = (millis(intent.waited), millis(intent.lasts));
-        self.call(Call::Holder, Effect::Read, (deadline, &CancelToken::never()), |store, now| {
-            let intents = &mut store.readers.intents;
-            intents.retain(|_, waiting| waiting.expires_at_ms > now);
-            let new = Waiting { base: key.base, since_ms: now.saturating_sub(waited), expires_at_ms: 0 };
-            let waiting = intents.entry(id.as_str().to_owned()).or_insert(new);
-            waiting.expires_at_ms = now.saturating_add(lasts);
-        })
-        .map_err(|failure| failure.error().with_key(intent.key))
     }
 
     pub(super) fn withdraw_call(&self, id: &str, deadline: Moment) -> Result<()> {
@@ -68,7 +56,7 @@ impl Store {
     fn join(
         &mut self,
         key: &StoredKey,
-        lock_id: &str,
+        (lock_id, label): (&str, &StoredLabel),
         ttl: Ttl,
         (now, waited): (i64, i64),
     ) -> Result<Option<Grant>> {
@@ -88,7 +76,7 @@ impl Store {
         }
         let since = now.saturating_sub(waited);
         let older = |waiting: &Waiting| {
-            waiting.base == key.base && waiting.expires_at_ms > now && waiting.since_ms < since
+            waiting.base == key.base && waiting.is_in_line(now) && waiting.since_ms < since
         };
         if self.readers.intents.values().any(older) {
             return Ok(None);
@@ -105,7 +93,8 @@ impl Store {
         self.lengthen(&key.base, end);
         let version = self.write();
         let base = key.base.clone();
-        let member = Member { base, since_ms: now, expires_at_ms: end, fence, version };
+        let label = label.clone();
+        let member = Member { base, since_ms: now, expires_at_ms: end, fence, version, label };
         let grant = member.grant(lock_id);
         self.readers.members.insert(lock_id.to_owned(), member);
         Ok(Some(grant))
@@ -151,14 +140,24 @@ impl Store {
 
     /// What is shown of a row, which may be a group.
     pub(super) fn shown(&self, base: &str, info: LockInfoRaw, now: i64) -> LockInfoRaw {
-        if info.lock_id.starts_with(GROUP) { info.shared_by(Some(self.readers_of(base, now))) } else { info }
+        if !info.lock_id.starts_with(GROUP) {
+            return info;
+        }
+        let labelled = self.readers.members.iter().filter(|(id, member)| {
+            let said = member.label.owner.is_some() || member.label.note.is_some();
+            said && member.base == base && self.live_member(id, now).is_some()
+        });
+        let last = labelled.map(|(_, member)| member).max_by_key(|member| member.expires_at_ms);
+        let StoredLabel { owner, note } = last.map(|member| member.label.clone()).unwrap_or_default();
+        info.shared_by(Some(self.readers_of(base, now))).labelled(owner, note)
     }
 
     pub(super) fn live_reader(&self, lock_id: &str, now: i64) -> Option<LockInfoRaw> {
         let member = self.live_member(lock_id, now)?;
         let key = self.row(&member.base)?.user_key.clone();
         let (id, end, since) = (lock_id.to_owned(), member.expires_at_ms, member.since_ms);
-        let info = LockInfoRaw::new(key, id, end, since, member.fence);
+        let StoredLabel { owner, note } = member.label.clone();
+        let info = LockInfoRaw::new(key, id, end, since, member.fence).labelled(owner, note);
         Some(info.shared_by(Some(self.readers_of(&member.base, now))))
     }
 

@@ -1,6 +1,7 @@
 //! What the clones of a memory backend have in common: the server that they are clients of.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Weak};
 
 use crate::memory::fault::{Call, Fault, Gate, GateInner, Orders};
@@ -16,6 +17,7 @@ pub(super) struct Shared {
     pub(super) orders: Mutex<Orders>,
     pub(super) counts: Mutex<Counts>,
     pub(super) answered: Condvar,
+    pub(super) plays_fences: AtomicBool,
     gates: Mutex<Vec<Weak<GateInner>>>,
 }
 
@@ -39,6 +41,7 @@ impl Shared {
             orders: Mutex::default(),
             counts: Mutex::default(),
             answered: Condvar::new(),
+            plays_fences: AtomicBool::new(false),
             gates: Mutex::default(),
         });
         // Weak: the clock belongs to what it wakes.

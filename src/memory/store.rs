@@ -9,7 +9,7 @@
 use std::collections::BTreeMap;
 
 use crate::backend::{
-    Acquired, ExtendOutcome, Grant, GrantAll, Holder, LockInfoRaw, LostReason, Reason, ReleaseOutcome,
+    Acquired, ExtendOutcome, Grant, GrantAll, Holder, Label, LockInfoRaw, LostReason, Reason, ReleaseOutcome,
     RenewOutcome, Renewal, Version,
 };
 use crate::error::{ErrorCode, LockError, Result};
@@ -40,6 +40,23 @@ pub(super) struct Row {
     pub(super) fence: Fence,
     /// The write that made it what it is.
     version: u64,
+    /// What its holder says of itself.
+    pub(super) label: StoredLabel,
+}
+
+/// An owner and a note.
+#[derive(Clone, Default, PartialEq, Eq)]
+pub(super) struct StoredLabel {
+    pub(super) owner: Option<String>,
+    pub(super) note: Option<String>,
+}
+
+impl StoredLabel {
+    /// A label that fits, or what is wrong with it.
+    pub(super) fn of(label: Label<'_>) -> Result<Self> {
+        label.check()?;
+        Ok(Self { owner: label.owner.map(str::to_owned), note: label.note.map(str::to_owned) })
+    }
 }
 
 impl Row {
@@ -66,6 +83,7 @@ impl Row {
             self.acquired_at_ms,
             self.fence,
         )
+        .labelled(self.label.owner.clone(), self.label.note.clone())
     }
 }
 
@@ -179,6 +197,7 @@ impl Store {
             expires_at_ms: now.saturating_add(ttl.millis()),
             fence,
             version: next(&mut self.writes),
+            label: StoredLabel::default(),
         };
         let grant = row.grant();
         self.rows.insert(key.base.clone(), row);
@@ -350,6 +369,15 @@ impl Store {
     /// The fence of the row with this id, live or not.
     pub(super) fn fence_of(&self, lock_id: &str) -> Option<Fence> {
         self.by_id(lock_id).map(|(_, row)| row.fence)
+    }
+
+    /// Notes what the holder with this id says of itself, if it was granted anything: a part of that step.
+    pub(super) fn label(&mut self, lock_id: &str, label: &StoredLabel) {
+        if let Some(row) = self.ids.get(lock_id).and_then(|base| self.rows.get_mut(base))
+            && row.lock_id == lock_id
+        {
+            row.label = label.clone();
+        }
     }
 
     /// Deletes the row with this id, live or not.

@@ -97,7 +97,7 @@ impl Fence {
     pub fn warn_near_limit(self, key: &str) {
         if self.0 > FENCE_WARN {
             log::warn!(
-                "fence {self} of key #{} is above {FENCE_WARN}: its counter grants nothing beyond {FENCE_MAX}, plan a new key",
+                "fencing token {self} of key #{} is above {FENCE_WARN}: its counter grants nothing beyond {FENCE_MAX}, plan a new key",
                 hash_key(key)
             );
         }
@@ -200,5 +200,24 @@ mod tests {
                 assert_eq!(x.to_string().cmp(&y.to_string()), a.cmp(&b));
             }
         }
+    }
+
+    #[test]
+    fn a_number_of_fifteen_digits_becomes_a_fence_and_a_fence_its_number() {
+        for number in [0, 42, LARGEST] {
+            let fence = Fence::try_from(number).unwrap();
+            assert_eq!((fence.get(), u64::from(fence)), (number, number));
+        }
+        assert_eq!(Fence::try_from(LARGEST + 1).unwrap_err().code(), ErrorCode::InvalidArgument);
+        assert_eq!(format!("{:?}", Fence(42)), "Fence(000000000000042)");
+    }
+
+    #[cfg(feature = "serde")]
+    #[test]
+    fn others_read_and_write_the_fifteen_digits() {
+        let text = serde_json::to_string(&Fence(42)).unwrap();
+        assert_eq!(text, "\"000000000000042\"");
+        assert_eq!(serde_json::from_str::<Fence>(&text).unwrap(), Fence(42));
+        assert!(serde_json::from_str::<Fence>("\"42\"").is_err());
     }
 }

@@ -311,4 +311,40 @@ mod tests {
         assert!(mark.len() <= 40 && mark.ends_with("\u{2126}number"), "{mark}");
         assert!(long.mark("number", 30, 0).is_err());
     }
+
+    #[test]
+    fn a_key_has_1_to_512_bytes_after_normalisation_and_no_zero() {
+        let refused = |key: &str| normalize_and_validate_key(key).unwrap_err().to_string();
+        assert_eq!(normalize_and_validate_key(&"x".repeat(512)).unwrap(), "x".repeat(512));
+        assert_eq!(normalize_and_validate_key(&"e\u{301}".repeat(256)).unwrap(), "\u{e9}".repeat(256));
+        assert!(refused("").contains("empty"));
+        assert!(refused("a\0").contains("U+0000"));
+        assert!(refused(&"x".repeat(513)).contains("513 bytes"));
+        assert!(refused(&"e\u{301}".repeat(257)).contains("514 bytes"));
+        assert!(refused(&"e\u{301}".repeat(1365)).contains("2730 bytes"), "4095 are read");
+        assert!(refused(&"\0".repeat(4096)).contains("U+0000"), "and the 4096th");
+        assert!(refused(&"\0".repeat(4097)).contains("4097 bytes"), "more are not");
+    }
+
+    #[test]
+    fn a_key_is_stored_whole_where_it_fits_then_hashed_and_then_refused() {
+        let long = "x".repeat(100);
+        for reserve in [0, 3] {
+            let stored = |key: &str, limit: usize| make_storage_key("p", key, limit + reserve, reserve);
+            let refused = |limit| stored(&long, limit).unwrap_err().to_string();
+            assert_eq!(stored(&"x".repeat(28), 30).unwrap(), format!("p:{}", "x".repeat(28)));
+            assert_eq!(stored(&"x".repeat(29), 30).unwrap().len(), 24);
+            assert_eq!(stored(&long, 24).unwrap().len(), 24);
+            assert!(refused(23).contains("even the hashed key"));
+            assert!(refused(3).contains("even the hashed key"));
+            assert_eq!(stored("k", 3).unwrap(), "p:k");
+            assert!(refused(2).contains("leave no room"));
+        }
+    }
+
+    #[test]
+    fn a_key_is_printed_as_its_label() {
+        let text = format!("{:?}", Key::new("MARKER").unwrap());
+        assert_eq!(text, format!("Key(#{})", hash_key("MARKER")));
+    }
 }

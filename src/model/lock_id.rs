@@ -104,12 +104,15 @@ mod tests {
             validate_lock_id(id).unwrap();
             assert_eq!(URL_SAFE_NO_PAD.decode(id).unwrap().len(), 16);
         }
+        let mut last = HashSet::new();
         for _ in 0..1000 {
             assert!(!LockId::may_be_shared(LockId::generate().unwrap().as_str()));
             let id = LockId::generate_shared().unwrap();
             validate_lock_id(id.as_str()).unwrap();
             assert!(LockId::parse_shared(id.as_str()).is_ok());
+            last.extend(id.as_str().chars().next_back());
         }
+        assert_eq!(last.len(), 4, "a reader's has all bits, too");
         assert!(LockId::parse_shared(&"A".repeat(22)).is_err());
         // Each of the 128 bits is set about half the time.
         let mut ones = [0_u32; 128];
@@ -138,5 +141,10 @@ mod tests {
         ] {
             assert_eq!(LockId::parse(bad).unwrap_err().code(), ErrorCode::InvalidArgument, "{bad:?}");
         }
+    }
+
+    #[test]
+    fn an_id_is_never_printed() {
+        assert_eq!(format!("{:?}", LockId::generate().unwrap()), "LockId(..)");
     }
 }

@@ -94,6 +94,12 @@ impl Moment {
         self.0.saturating_sub(earlier.0)
     }
 
+    /// So long before `end`, or before it by such a part of the time from here, whichever is less.
+    pub(crate) fn shortly_before(self, end: Self, most: Duration, part: u32) -> Self {
+        let whole = end.since(self);
+        if end.is_never() { end } else { self.after(whole.saturating_sub(most.min(whole / part))) }
+    }
+
     /// Whether this is [`Moment::NEVER`].
     #[must_use]
     pub fn is_never(self) -> bool {
@@ -227,7 +233,7 @@ mod tests {
         let soon = deadline_after(Duration::from_secs(60)).saturating_duration_since(Instant::now());
         assert!(soon <= Duration::from_secs(60) && !soon.is_zero());
         let far = deadline_after(Duration::MAX);
-        assert!(far > deadline_after(MAX_TTL));
+        assert!(far > deadline_after(99 * MAX_TTL));
         assert!(far.checked_add(MAX_TTL).is_some(), "others may add to it");
     }
 
@@ -250,5 +256,33 @@ mod tests {
         clock.advance(Duration::from_secs(5));
         assert_eq!(clock.now().since(start), Duration::from_secs(5));
         assert_eq!(woken.load(std::sync::atomic::Ordering::SeqCst), 1);
+    }
+
+    #[test]
+    fn the_shortest_ttl_is_a_millisecond() {
+        assert_eq!(Ttl::new(Duration::from_millis(1)).unwrap().get(), Duration::from_millis(1));
+    }
+
+    #[test]
+    fn shortly_before_an_end_is_a_part_of_the_way_or_the_most() {
+        let now = Clock::manual().now();
+        let ms = Duration::from_millis;
+        for (rest, before) in [(8000, 500), (2000, 500), (1000, 250), (4, 1), (0, 0)] {
+            let end = now.after(ms(rest));
+            assert_eq!(end.since(now.shortly_before(end, ms(500), 4)), ms(before), "{rest}");
+        }
+        assert!(now.shortly_before(Moment::NEVER, ms(500), 4).is_never() && !now.is_never());
+        let past = now.after(ms(1));
+        assert_eq!(past.shortly_before(now, ms(500), 4), past, "nothing is left");
+    }
+
+    #[test]
+    fn a_clock_says_which_one_it_is_and_the_systems_is_not_moved() {
+        let texts =
+            [Clock::system(), Clock::manual()].map(|clock| format!("{clock:?} {}", clock.is_manual()));
+        assert_eq!(texts, ["Clock(system) false", "Clock(manual) true"]);
+        let clock = Clock::system();
+        clock.on_advance(|| panic!("the system's clock calls nobody"));
+        clock.advance(Duration::from_secs(1));
     }
 }

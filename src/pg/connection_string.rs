@@ -136,7 +136,7 @@ fn ssl_word(given: Options<'_>) -> Result<Option<&'static str>> {
     match given("ssl").as_deref() {
         None => Ok(None),
         Some("true") => Ok(Some("require")),
-        Some(_) => Err(LockError::invalid("ssl is true, or left out: sslmode says more")),
+        Some(_) => Err(LockError::invalid("ssl must be true, or left out: use sslmode for anything else")),
     }
 }
 

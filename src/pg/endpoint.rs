@@ -106,7 +106,7 @@ impl<T: Clone + 'static> Endpoint<T> {
         let unencrypted = sockets || encryption == Encryption::Never;
         if unencrypted && config.get_channel_binding() == ChannelBinding::Require {
             return Err(LockError::invalid(
-                "channel_binding=require needs TLS, and a Unix socket or a connection without TLS is asked for: give TCP hosts and sslmode=require or more (a TLS connector, with connect_with), or leave channel_binding out",
+                "channel_binding=require needs TLS, and a Unix socket or a connection without TLS is asked for: give TCP hosts and sslmode=require or stricter (a TLS connector, with connect_with), or leave channel_binding out",
             ));
         }
         Ok(Self { config, tls, encryption, options, bare: AtomicBool::new(false), of_url: OfUrl::default() })

@@ -50,7 +50,7 @@ impl Environment {
         let set = |name: &&str| (self.variable)(name).is_some();
         if let Some(name) = CANNOT.iter().copied().find(|name| set(name)) {
             return Err(LockError::invalid(format!(
-                "the environment has {name}, which this library cannot do: unset it, or check in another way"
+                "the environment has {name}, which this library does not support: unset it, or check in another way"
             )));
         }
         if (self.variable)("PGGSSENCMODE").as_deref() == Some("require") {

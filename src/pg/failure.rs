@@ -107,3 +107,66 @@ impl From<Failure> for LockError {
         if in_doubt { error.with_unknown_outcome(std::time::Duration::ZERO) } else { error }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn error(code: ErrorCode) -> LockError {
+        LockError::new(code)
+    }
+
+    fn broken(in_doubt: bool, stale: bool) -> Failure {
+        Failure::broken(error(ErrorCode::ServiceUnavailable), in_doubt, stale)
+    }
+
+    #[test]
+    fn a_refusal_leaves_the_connection_and_the_outcome_certain() {
+        let refused = || Failure::from(error(ErrorCode::ServiceUnavailable).with_sqlstate("40001"));
+        assert_eq!(refused().refused_with(), Some("40001"));
+        assert!(!refused().is_in_doubt() && !refused().is_stale() && !refused().is_unprepared());
+        assert!(!refused().condemns_idle_connections(false) && !refused().condemns_idle_connections(true));
+        assert!(!LockError::from(refused()).is_outcome_unknown());
+        let ended = Failure::broken(error(ErrorCode::ServiceUnavailable).with_sqlstate("57P01"), true, true);
+        assert_eq!(ended.refused_with(), None, "a session that ended has refused nothing");
+        assert_eq!(ended.refused().refused_with(), Some("57P01"));
+    }
+
+    #[test]
+    fn what_is_in_doubt_stays_so_and_is_told() {
+        for stale in [false, true] {
+            assert!(!broken(false, stale).or_in_doubt(false).is_in_doubt());
+            for failure in [broken(true, stale).or_in_doubt(false), broken(false, stale).or_in_doubt(true)] {
+                assert!(failure.is_in_doubt() && !failure.is_refused());
+                assert_eq!(failure.is_stale(), stale);
+                assert_eq!(LockError::from(failure).may_be_held_for(), Some(std::time::Duration::ZERO));
+            }
+            assert!(!LockError::from(broken(false, stale)).is_outcome_unknown());
+        }
+        let refused = Failure::from(error(ErrorCode::Internal));
+        assert!(refused.or_in_doubt(true).is_in_doubt(), "of a message before it");
+    }
+
+    #[test]
+    fn a_statement_that_is_always_forgotten_is_no_riddle() {
+        let failure = Failure::unprepared(error(ErrorCode::Internal));
+        assert!(failure.is_unprepared() && !failure.is_refused() && !failure.is_stale());
+        assert!(failure.into_error().to_string().contains("connect directly"));
+        assert!(!broken(true, true).is_unprepared());
+    }
+
+    #[test]
+    fn idle_connections_go_with_an_old_one_that_failed_and_with_a_standbys() {
+        let of = |error, stale| Failure::broken(error, false, stale);
+        let ended = || error(ErrorCode::ServiceUnavailable);
+        for (failure, old, fresh) in [
+            (of(ended(), true), true, false),
+            (of(ended(), false), false, false),
+            (of(error(ErrorCode::NetworkTimeout), false), true, false),
+            (of(ended().with_sqlstate(READ_ONLY), false), true, true),
+        ] {
+            let condemns = [false, true].map(|fresh| failure.condemns_idle_connections(fresh));
+            assert_eq!(condemns, [old, fresh], "{failure:?}");
+        }
+    }
+}

@@ -1,4 +1,4 @@
-//! The whole of a lock as one event, and the levels that follow from all of them.
+//! A lock as a whole as one event, and the gauges that follow from all of them.
 
 use std::fmt;
 use std::sync::atomic::{AtomicI64, AtomicU32, Ordering};
@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::backend::{Connections, LockCourse, LockEnding, LockKind, LockStage, LostReason};
 
-/// The whole of a lock: how it was waited for, how long it was held, and how that ended. See
+/// A lock as a whole: how long the wait was, how long it was held, and how it ended. See
 /// [`TelemetryOptions::on_lock`](crate::TelemetryOptions::on_lock).
 ///
 /// ```
@@ -31,12 +31,18 @@ pub struct LockSummary {
     pub keys: usize,
     /// How long it took until it was granted, or given up.
     pub waited: Duration,
-    /// How often the backend was asked to grant it; none if others of this process were ahead all the time.
+    /// How often the backend was asked to grant it; 0 if others of this process were ahead all the time.
     pub attempts: u64,
     /// How long it was held; `None` if it never was.
     pub held: Option<Duration>,
     /// How it ended.
     pub ending: LockEnding,
+    /// Who asked for it, where the client says so: [`PgLockClientBuilder::owner`](crate::PgLockClientBuilder::owner).
+    #[cfg_attr(feature = "serde", serde(default, skip_serializing_if = "Option::is_none"))]
+    pub owner: Option<String>,
+    /// What for: [`LockOptions::note`](crate::LockOptions::note).
+    #[cfg_attr(feature = "serde", serde(default, skip_serializing_if = "Option::is_none"))]
+    pub note: Option<String>,
 }
 
 impl LockSummary {
@@ -58,12 +64,17 @@ pub(super) struct Step {
     keys: usize,
     waited: Duration,
     attempts: u64,
+    /// Of a whole that is over.
+    label: (Option<String>, Option<String>),
 }
 
 impl Step {
     pub(super) fn of(course: &LockCourse<'_>) -> Self {
-        let LockCourse { kind, key, keys, waited, attempts, stage } = *course;
-        Self { stage, kind, key: key.to_owned(), keys, waited, attempts }
+        let LockCourse { kind, key, keys, waited, attempts, stage, label } = *course;
+        let ended = matches!(stage, LockStage::Ended { .. });
+        let said = |text: Option<&str>| text.filter(|_| ended).map(str::to_owned);
+        let label = (said(label.owner), said(label.note));
+        Self { stage, kind, key: key.to_owned(), keys, waited, attempts, label }
     }
 
     #[cfg(feature = "metrics")]
@@ -81,7 +92,8 @@ impl Step {
         let LockStage::Ended { held, ending } = self.stage else { return None };
         let Self { kind, keys, waited, attempts, .. } = *self;
         let key_hash = crate::model::hash::hash_key(&self.key);
-        Some(LockSummary { kind, key_hash, keys, waited, attempts, held, ending })
+        let (owner, note) = self.label.clone();
+        Some(LockSummary { kind, key_hash, keys, waited, attempts, held, ending, owner, note })
     }
 }
 

@@ -1,4 +1,4 @@
-//! What is reported, and who gets to see it.
+//! The events, and who may see what in them.
 
 use std::fmt;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use crate::threads::UserValue;
 pub enum Operation {
     /// An attempt to take a key.
     Acquire,
-    /// Letting go of a lease.
+    /// Releasing a lease.
     Release,
     /// Extending or renewing a lease.
     Extend,
@@ -174,16 +174,16 @@ impl TelemetryOptions {
         }
     }
 
-    /// Calls `on_lock` for the whole of each lock, set, permit, term and run: once, when what it took has ended,
-    /// or it has got nothing. On the same thread as the other events, and as free in what it does. Raw
-    /// operations, which have no guard, are not among them.
+    /// Calls `on_lock` once for each lock, set, permit, term and run as a whole, when it has ended or was not
+    /// granted. It runs on the same thread as the other events, and may do the same. Raw
+    /// operations, which have no guard, are not included.
     pub fn on_lock(mut self, on_lock: impl Fn(&LockSummary) + Send + Sync + 'static) -> Self {
         self.on_lock = Some(UserValue::new(Arc::new(on_lock)));
         self
     }
 
-    /// Has the recorder of the crate [`metrics`](https://docs.rs/metrics) told of all events: the feature
-    /// `metrics`. `docs/metrics.md` in the repository has the names. They are told on the telemetry thread;
+    /// Reports all events to the recorder of the crate [`metrics`](https://docs.rs/metrics), with the feature
+    /// `metrics`. [`docs/metrics.md`](https://docs.rs/crate/syncguard/latest/source/docs/metrics.md) has the names. It is called on the telemetry thread;
     /// without a recorder nothing happens.
     ///
     /// ```
@@ -195,9 +195,9 @@ impl TelemetryOptions {
         self
     }
 
-    /// Has the subscriber of the crate [`tracing`](https://docs.rs/tracing) told of all events: the feature
+    /// Reports all events to the subscriber of the crate [`tracing`](https://docs.rs/tracing), with the feature
     /// `tracing`. Operations are events of the target `syncguard::operation` at debug level, whole locks of
-    /// `syncguard::lock` at info level, or warn if they were lost. They come from the telemetry thread: a
+    /// `syncguard::lock` at info level, or warn if they were lost. They come from the telemetry thread: the
     /// subscriber must be the global one, and they are in no span.
     ///
     /// ```
@@ -220,15 +220,15 @@ impl TelemetryOptions {
         self
     }
 
-    /// Has this decide, event by event, whether one carries the raw key and lock id. It sees the
+    /// Decides, event by event, whether it carries the raw key and lock id. The function sees the
     /// event without them, on the thread of the callback; if it panics, the answer is no.
     pub fn include_raw_if(mut self, permit: impl Fn(&LockEvent) -> bool + Send + Sync + 'static) -> Self {
         self.raw = Raw::If(UserValue::new(Arc::new(permit)));
         self
     }
 
-    /// How many events may wait for the callback, 16,384 by default; what comes while so many
-    /// wait is dropped, and counted by [`TelemetryHandle::dropped`](crate::TelemetryHandle::dropped). With 0
+    /// How many events may wait for the callback, 16,384 by default; events beyond that
+    /// are dropped, and counted by [`TelemetryHandle::dropped`](crate::TelemetryHandle::dropped). With 0
     /// everything is dropped.
     pub fn queue_capacity(mut self, events: usize) -> Self {
         self.capacity = events;
@@ -236,7 +236,7 @@ impl TelemetryOptions {
     }
 
     /// How long the drop of the last handle waits for events that are still in the queue, 1 s by
-    /// default. What is left then is dropped and counted. [`PgLockClient::close`](crate::PgLockClient::close)
+    /// default. Events that are left then are dropped and counted. [`PgLockClient::close`](crate::PgLockClient::close)
     /// waits for as long, and drops nothing.
     pub fn flush_timeout(mut self, timeout: Duration) -> Self {
         self.flush_timeout = timeout;

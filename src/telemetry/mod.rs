@@ -10,21 +10,22 @@
 //! | `acquire`, `attempt` | one `acquire`; contention is `fail`, reason `locked` |
 //! | `grant_permit` | the same, under the name of the semaphore |
 //! | `grant_shared` | the same for a reader |
+//! | `grant_in_turn` | the same; `locked` is also what waits behind others |
 //! | `grant_all` | one `acquire` per key that was granted, or for the key in the way; an error is reported for each key |
 //! | `release`, `release_by`, `release_permit`, `release_shared`, `release_all` | one `release` per lease; `fail` has reason `expired` or `not-found`, if known |
 //! | `extend`, `prolong` | one `extend`, likewise |
 //! | `renew` | one `extend` per lease; a busy row is `fail` without reason |
 //! | `is_locked` | one `isLocked`; *not locked* is `fail` without reason |
-//! | `holder`, `permits_in_use`, `announce`, `withdraw` | none: waiters ask often, and each attempt reports itself |
-//! | `lookup`, `lookup_raw` | one `lookup`; *not found* is `fail` without reason |
+//! | `holder`, `turn`, `permits_in_use`, `announce`, `withdraw` | none: waiters ask often, and each attempt reports itself |
+//! | `lookup`, `lookup_raw`, `who_holds` | one `lookup`; *not found* is `fail` without reason |
 //! | `begin_run` | one `acquire`; a slot that is done is `fail` without reason |
 //! | `mark_run` | one `release`, `ok` if the mark is there and the lease has ended by it; none for a claim |
 //! | any call that ends with an error | `fail` without reason, and the error's code |
 //!
-//! Retries are several events: one for each call of the backend. The whole of a lock, from the beginning of its
+//! Retries are several events: one for each call of the backend. A lock as a whole, from the beginning of its
 //! wait to its end, is one [`LockSummary`], for [`on_lock`](TelemetryOptions::on_lock).
 //!
-//! The features `metrics` and `tracing` hand both to the crates of those names: `with_metrics` and `with_tracing`
+//! The features `metrics` and `tracing` pass both to the crates of those names: `with_metrics` and `with_tracing`
 //! of the options.
 //!
 //! ```
@@ -63,9 +64,9 @@ use std::time::{Duration, Instant};
 
 use crate::backend::{
     AcquireResult, Attempt, AttemptAll, BeginOutcome, BeginRun, Capabilities, Connections, ExtendOutcome,
-    Grant, GrantAll, Holder, Intent, LockBackend, LockCourse, LockInfo, LockInfoRaw, Lookup, LostReason,
-    MarkOutcome, MarkRun, MarkStep, OnHeard, PermitAttempt, PermitGrant, Reason, ReleaseOutcome,
-    RenewOutcome, Renewal, SharedAttempt, Watch,
+    Grant, GrantAll, HeldBy, Holder, Intent, LockBackend, LockCourse, LockInfo, LockInfoRaw, Lookup,
+    LostReason, MarkOutcome, MarkRun, MarkStep, OnHeard, PermitAttempt, PermitGrant, Reason, ReleaseOutcome,
+    RenewOutcome, Renewal, SharedAttempt, Turn, TurnAttempt, Watch,
 };
 use crate::cancel::CancelToken;
 use crate::error::{ErrorCode, Result};
@@ -84,7 +85,7 @@ pub fn with_telemetry<B: LockBackend>(backend: B, options: TelemetryOptions) -> 
     Telemetry { inner: backend, sink: Arc::new(Sink::new(options)) }
 }
 
-/// A backend whose operations are reported. Made by [`with_telemetry`].
+/// A backend whose operations are reported. Created by [`with_telemetry`].
 ///
 /// Dropping the last clone waits for the callback for at most
 /// [`flush_timeout`](TelemetryOptions::flush_timeout) (not at all when a callback drops it). A
@@ -97,13 +98,13 @@ pub struct Telemetry<B> {
 }
 
 impl<B> Telemetry<B> {
-    /// The backend itself: what is done with it is not reported.
+    /// The backend itself: operations on it are not reported.
     #[must_use]
     pub fn inner(&self) -> &B {
         &self.inner
     }
 
-    /// What became of the events: how many were delivered and dropped, and the wait for those on their way.
+    /// The state of the events: how many were delivered and dropped, and a way to wait for those still queued.
     #[must_use]
     pub fn handle(&self) -> TelemetryHandle {
         self.sink.handle()
@@ -143,6 +144,17 @@ impl<B: LockBackend> Telemetry<B> {
         self.report(Operation::Acquire, Subject::Key(key), call, |answer| match answer {
             AcquireResult::Acquired(grant) => (Ending::OK, Some(grant.lock_id.clone())),
             AcquireResult::Locked => (Ending::fail(Some(Reason::Locked)), None),
+        })
+    }
+
+    fn grant_reported(
+        &self,
+        key: &str,
+        call: impl FnOnce(&B) -> Result<Option<Grant>>,
+    ) -> Result<Option<Grant>> {
+        self.report(Operation::Acquire, Subject::Key(key), call, |answer| match answer {
+            Some(grant) => (Ending::OK, Some(grant.acquired.lock_id.clone())),
+            None => (Ending::fail(Some(Reason::Locked)), None),
         })
     }
 
@@ -203,11 +215,7 @@ impl<B: LockBackend> LockBackend for Telemetry<B> {
     }
 
     fn grant(&self, attempt: &Attempt<'_>, cancel: &CancelToken) -> Result<Option<Grant>> {
-        let call = |inner: &B| inner.grant(attempt, cancel);
-        self.report(Operation::Acquire, Subject::Key(attempt.key), call, |answer| match answer {
-            Some(grant) => (Ending::OK, Some(grant.acquired.lock_id.clone())),
-            None => (Ending::fail(Some(Reason::Locked)), None),
-        })
+        self.grant_reported(attempt.key, |inner| inner.grant(attempt, cancel))
     }
 
     fn grant_all(&self, attempt: &AttemptAll<'_>, cancel: &CancelToken) -> Result<GrantAll> {
@@ -234,6 +242,10 @@ impl<B: LockBackend> LockBackend for Telemetry<B> {
 
     fn holder(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<Option<Holder>> {
         self.inner.holder(key, deadline, cancel)
+    }
+
+    fn who_holds(&self, key: &str, deadline: Moment, cancel: &CancelToken) -> Result<Option<HeldBy>> {
+        self.lookup_reported(Lookup::Key(key), |inner| inner.who_holds(key, deadline, cancel))
     }
 
     fn watch(&self, key: &str, heard: OnHeard) -> Option<Box<dyn Watch>> {
@@ -333,15 +345,19 @@ impl<B: LockBackend> LockBackend for Telemetry<B> {
     }
 
     fn grant_shared(&self, attempt: &SharedAttempt<'_>, cancel: &CancelToken) -> Result<Option<Grant>> {
-        let call = |inner: &B| inner.grant_shared(attempt, cancel);
-        self.report(Operation::Acquire, Subject::Key(attempt.attempt.key), call, |answer| match answer {
-            Some(grant) => (Ending::OK, Some(grant.acquired.lock_id.clone())),
-            None => (Ending::fail(Some(Reason::Locked)), None),
-        })
+        self.grant_reported(attempt.attempt.key, |inner| inner.grant_shared(attempt, cancel))
     }
 
     fn release_shared(&self, key: &str, lock_id: &str, deadline: Moment) -> Result<ReleaseOutcome> {
         self.release_reported(lock_id, |inner| inner.release_shared(key, lock_id, deadline))
+    }
+
+    fn grant_in_turn(&self, attempt: &TurnAttempt<'_>, cancel: &CancelToken) -> Result<Option<Grant>> {
+        self.grant_reported(attempt.attempt.key, |inner| inner.grant_in_turn(attempt, cancel))
+    }
+
+    fn turn(&self, ticket: &Intent<'_>, deadline: Moment, cancel: &CancelToken) -> Result<Turn> {
+        self.inner.turn(ticket, deadline, cancel)
     }
 
     fn announce(&self, intent: &Intent<'_>, deadline: Moment) -> Result<()> {

@@ -19,7 +19,7 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
-use std::thread::{self, JoinHandle, ThreadId};
+use std::thread::{self, ThreadId};
 use std::time::Duration;
 
 use crate::backend::{LockBackend, LockCourse, LockStage};
@@ -34,7 +34,7 @@ use crate::telemetry::to_metrics;
 use crate::telemetry::to_tracing;
 #[cfg(feature = "metrics")]
 use crate::threads::ignore_panic;
-use crate::threads::{UserValue, catch_panic, spawn};
+use crate::threads::{JoinHandle, UserValue, catch_panic, spawn};
 
 /// What the handles of one decorated backend share. Dropping it ends the thread.
 pub(super) struct Sink {
@@ -42,7 +42,7 @@ pub(super) struct Sink {
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-/// What became of the events: their counts, and a way to wait for them. From
+/// The state of the events: their counts, and a way to wait for them. From
 /// [`Telemetry::handle`](crate::Telemetry::handle) and
 /// [`PgLockClient::telemetry`](crate::PgLockClient::telemetry).
 ///
@@ -186,14 +186,14 @@ impl Sink {
 }
 
 impl TelemetryHandle {
-    /// Waits until the callback has had all events up to now, for at most `timeout`; whether it
-    /// has. In the callback itself the answer is `false`, at once.
+    /// Waits until the callback has received all events up to now, for at most `timeout`, and returns
+    /// whether it has. In the callback itself the answer is `false`, at once.
     #[allow(clippy::must_use_candidate, reason = "waiting is what it is called for")]
     pub fn flush(&self, timeout: Duration) -> bool {
         self.queue.flush(timeout)
     }
 
-    /// How many events the callback has had, those in which it panicked included.
+    /// How many events the callback has received, including those in which it panicked.
     #[must_use]
     pub fn delivered(&self) -> u64 {
         self.queue.state.lock().delivered

@@ -39,6 +39,8 @@ pub(super) fn lock(lock: &LockSummary) {
                 held_ms = lock.held.map(millis),
                 keys = lock.keys,
                 key_hash = lock.key_hash.as_str(),
+                owner = lock.owner.as_deref(),
+                note = lock.note.as_deref(),
             )
         };
     }

@@ -7,5 +7,5 @@ mod signal;
 pub use backoff::{Backoff, Jitter};
 
 pub(crate) use backoff::Delays;
-pub(crate) use queue::{QueuePlace, WaiterQueue};
+pub(crate) use queue::{QueuePlace, Ticket, WaiterQueue};
 pub(crate) use signal::{FREED, LISTENING, LOOK, Signal};

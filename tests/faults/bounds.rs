@@ -77,7 +77,7 @@ pub fn all_in_time(what: &str, client: &PgLockClient, words: &[&str], writes_onl
     let (operator, key) = (client.operator(), AdvisoryKey::from_text(&support::unique()));
     call("counts", LIMIT, &|| operator.counts().err());
     call("holders", LIMIT, &|| operator.holders(1).err());
-    call("waiters", LIMIT, &|| operator.waiters("k").err());
+    call("waiters", LIMIT, &|| operator.blocked("k").err());
     call("break_lock", LIMIT, &|| operator.break_lock("k", "a test").err());
     call("cleanup_expired", LIMIT, &|| operator.cleanup_expired(1).err());
     let advisory = AdvisoryOptions::new().timeout(LIMIT);

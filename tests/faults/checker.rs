@@ -2,19 +2,20 @@
 //!
 //! | rule | |
 //! | --- | --- |
-//! | `overlap` | of two holders of one key, the one with the smaller fence has stopped to believe before the other began |
-//! | `fence` | no fence of a key is granted twice, and one granted before another acquire was sent is smaller |
+//! | `overlap` | of two holders of one key, the one with the smaller fence has stopped to believe before the other began; so no reader is there beside a writer, and readers that are there at once have one fence |
+//! | `fence` | no fence of a key is granted twice, but to readers of one group, and one granted before another acquire was sent is smaller |
 //! | `register` | acknowledged writes have different values, which grow with the fence, and none is lost |
 //! | `unavailable` | a key is refused only while somebody may hold it: its ttl, the tolerance and a time to recover |
 //! | `late` | every call returns within its bound and a second, unless its process was paused |
 //! | `unlocked` | no decision was taken, by its clock, while a stranger held the key's row |
 //!
-//! Those of sets, permits, leaders and runs: [`kind_rules`](super::kind_rules).
+//! Those of sets, permits, leaders, runs and readers' transactions: [`kind_rules`](super::kind_rules). Those of waiters
+//! in order: [`order_rules`](super::order_rules). Those of owners and notes: [`name_rules`](super::name_rules).
 
 use std::collections::BTreeMap;
 
-use super::history::{Blocked, History, MS, Op, Outcome, What, base};
-use super::kind_rules;
+use super::history::{Blocked, History, MS, Op, Outcome, What, base, is_reader, lock};
+use super::{kind_rules, name_rules, order_rules};
 
 #[derive(Clone, Debug)]
 pub struct Violation {
@@ -36,6 +37,8 @@ pub fn check(history: &History, allow: Allow) -> Vec<Violation> {
     fences(history, &mut found);
     registers(history, &mut found);
     kind_rules::check(history, &mut found);
+    name_rules::check(history, &mut found);
+    order_rules::check(history, &mut found);
     unlocked(history, &mut found);
     unavailable(history, allow, &mut found);
     late(history, &mut found);
@@ -55,7 +58,7 @@ pub fn by_key<'a, T>(
 }
 
 fn overlap(history: &History, found: &mut Vec<Violation>) {
-    for (key, mut holds) in by_key(history.beliefs.iter(), |belief| &belief.key) {
+    for (key, mut holds) in by_key(history.beliefs.iter(), |belief| lock(&belief.key)) {
         holds.sort_by_key(|hold| (hold.fence, hold.from));
         let mut last: Option<&super::history::Belief> = None;
         for hold in holds {
@@ -89,10 +92,11 @@ pub fn granted(op: &Op) -> Option<u64> {
 
 fn fences(history: &History, found: &mut Vec<Violation>) {
     let grants = history.ops.iter().filter_map(|op| granted(op).map(|fence| (fence, op)));
-    for (key, mut grants) in by_key(grants, |(_, op)| &op.key) {
+    for (key, mut grants) in by_key(grants, |(_, op)| lock(&op.key)) {
         grants.sort_by_key(|(fence, op)| (*fence, op.send));
         for pair in grants.windows(2) {
-            if pair[0].0 == pair[1].0 {
+            let one_group = is_reader(&pair[0].1.key) && is_reader(&pair[1].1.key);
+            if pair[0].0 == pair[1].0 && !one_group {
                 let text = format!("{key}: fence {} was granted twice", pair[0].0);
                 found.push(Violation { rule: "fence", text, at: pair[1].1.recv });
             }
@@ -151,9 +155,11 @@ fn unavailable(history: &History, allow: Allow, found: &mut Vec<Violation>) {
         let refused = matches!(op.outcome, Outcome::Refused | Outcome::Failed(_));
         let until = if op.recv == u64::MAX { op.send + op.bound } else { op.recv };
         let end = until + slack + if refused || op.what == What::Release { 0 } else { op.ttl };
-        // Whoever asks keeps others out for as long as it asks.
+        // Whoever asks keeps others out for as long as it asks; a writer, and who waits in order, for a while more.
+        let announces = op.what == What::Acquire
+            && (op.order.is_some() || op.key.starts_with("read") && !is_reader(&op.key));
         if matches!(op.what, What::Acquire | What::Extend | What::Release | What::Finish) {
-            reason(&op.key, op.send, if refused { until } else { end });
+            reason(&op.key, op.send, if refused && !announces { until } else { end });
         }
     }
     for hold in &history.beliefs {
@@ -231,7 +237,7 @@ fn unlocked(history: &History, found: &mut Vec<Violation>) {
     }
     for op in &history.ops {
         let Outcome::Ok { decided_ms: at @ 1.., .. } = op.outcome else { continue };
-        let Some(list) = blocked.get(op.key.as_str()) else { continue };
+        let Some(list) = blocked.get(lock(&op.key)) else { continue };
         let before = list.partition_point(|blocked| blocked.from_ms < at);
         // A stranger's lock ends some time after it said so; only what is clearly inside counts.
         if before > 0 && at < list[before - 1].to_ms {
@@ -267,6 +273,8 @@ mod tests {
             set: None,
             stalled: 0,
             limit: 0,
+            call: 0,
+            order: None,
         }
     }
 
@@ -292,6 +300,29 @@ mod tests {
         let mut three = with(belief(2, 101, 110));
         three.beliefs.insert(0, belief(3, 60, 61));
         finds(&three, Some("overlap"));
+    }
+
+    #[test]
+    fn a_reader_beside_a_writer_and_readers_of_two_groups_are_found() {
+        let reader = |fence, from, to| Belief { key: "k~".into(), ..belief(fence, from, to) };
+        let with = |others: &[Belief]| History {
+            beliefs: [&[reader(2, 50, 100), reader(2, 60, 120)], others].concat(),
+            ..History::default()
+        };
+        finds(&with(&[belief(1, 0, 50), belief(3, 120, 200), reader(4, 200, 210)]), None);
+        finds(&with(&[belief(1, 0, 51)]), Some("overlap"));
+        finds(&with(&[belief(3, 119, 200)]), Some("overlap"));
+        finds(&with(&[reader(3, 110, 200)]), Some("overlap"));
+    }
+
+    #[test]
+    fn a_fence_of_a_group_that_somebody_else_has_too_is_found() {
+        let reader = |fence, send| Op { key: "k~".into(), ..op(What::Acquire, 0, send, send + 1, ok(fence)) };
+        let with = |second| History { ops: vec![reader(5, 0), second], ..History::default() };
+        finds(&with(reader(5, 20)), None);
+        finds(&with(op(What::Acquire, 0, 20, 30, ok(6))), None);
+        finds(&with(op(What::Acquire, 0, 20, 30, ok(5))), Some("fence"));
+        finds(&with(reader(4, 20)), Some("fence"));
     }
 
     #[test]

@@ -155,3 +155,46 @@ fn fences_grow_and_fenced_work_is_right_while_the_clock_goes_back_and_forth() {
     assert_eq!(usize::try_from(kept).unwrap(), all, "an acknowledged write was lost");
     println!("{} grants, {all} fenced writes", granted.len());
 }
+
+#[test]
+fn a_clock_that_is_set_back_leaves_those_who_are_served_in_order_where_they_were() {
+    let (server, client) = start();
+    server.set_clock(HOUR);
+    let fair = LockOptions::new().fair(true).timeout(LIMIT).ttl(TTL);
+    let guard = client.lock_with("k", &fair).unwrap();
+    let others: Vec<PgLockClient> = (0..3).map(|_| PgLockClient::connect(server.url()).unwrap()).collect();
+    let connect = || postgres::Client::connect(server.url(), NoTls).unwrap();
+    let (mut sql, mut clock) = (connect(), connect());
+    let mut now_ms = || -> f64 {
+        let now = "SELECT extract(epoch FROM clock_timestamp())::float8 * 1000";
+        clock.query_one(now, &[]).unwrap().get(0)
+    };
+    // Those whose tickets are of the clock's present.
+    let mut in_line = || {
+        let count = "SELECT count(*) FROM syncguard_members, (SELECT extract(epoch FROM clock_timestamp()) * 1000 AS now) AS t \
+                     WHERE role = 'w' AND since_ms <= now AND expires_at_ms BETWEEN now AND now + 2000";
+        sql.query_one(count, &[]).unwrap().get::<_, i64>(0)
+    };
+    let served = Mutex::new(Vec::new());
+    std::thread::scope(|scope| {
+        for (at, client) in others.iter().enumerate() {
+            if at == 2 {
+                server.set_clock(0);
+                wait_until(LIMIT, "the two have said so again", || in_line() == 2);
+            }
+            let (fair, served) = (&fair, &served);
+            scope.spawn(move || {
+                let guard = client.lock_with("k", fair).unwrap();
+                served.lock().unwrap().push(at);
+                guard.release().unwrap();
+            });
+            let all = i64::try_from(at).unwrap() + 1;
+            wait_until(LIMIT, "it is in line", || in_line() == all);
+            // Whoever comes in the same milliseconds is ordered by chance.
+            let end = now_ms() + 20.0;
+            wait_until(LIMIT, "the next one is younger", || now_ms() > end);
+        }
+        guard.release().unwrap();
+    });
+    assert_eq!(served.into_inner().unwrap(), [0, 1, 2]);
+}

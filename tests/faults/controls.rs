@@ -19,7 +19,7 @@ pub const TTL: Duration = Duration::from_secs(60);
 
 const SECONDS: u64 = 4;
 /// How often a storm is tried until it shows the damage: one is enough nearly always.
-const TRIES: u64 = 10;
+const TRIES: u64 = 20;
 
 #[track_caller]
 fn is_caught(missing: &'static str, fenced: bool, faults: &[Fault], rule: &str) {
@@ -80,6 +80,18 @@ fn contender(parent: &Parent) {
     parent.say(&answer.unwrap_or_else(|error| format!("failed {error}")));
 }
 
+/// A proxy to the server, whose statements have lost these safeguards on the way.
+pub fn proxy_without(server: &Server, missing: &'static str) -> Proxy {
+    let proxy = Proxy::start(server.port());
+    proxy.rewrite(move |said| without(missing, said));
+    proxy
+}
+
+/// At the end: something was taken out, if something was to be.
+pub fn was_taken_out(proxy: &Proxy, missing: &str) {
+    assert_eq!(proxy.rewritten() > 0, !missing.is_empty(), "{missing:?} was taken out");
+}
+
 /// The lock id of whoever is in the way.
 pub const STRANGER: &str = "BBBBBBBBBBBBBBBBBBBBBA";
 
@@ -111,9 +123,8 @@ impl Race<'_> {
     fn run(&self) -> (Vec<String>, Vec<Violation>) {
         let server = Server::start(&Config::new());
         drop(PgLockClient::connect(server.url()).unwrap());
-        let proxy = Proxy::start(server.port());
         let missing = self.without;
-        proxy.rewrite(move |sql| without(missing, sql));
+        let proxy = proxy_without(&server, missing);
         let url = proxy.url(server.url());
         let mut contenders: Vec<_> = (0..self.contenders)
             .map(|_| {
@@ -151,7 +162,7 @@ impl Race<'_> {
         stranger.batch_execute("COMMIT").unwrap();
         let told: Vec<_> = contenders.iter_mut().map(Worker::hear).collect();
         // The statements of sets, permits and runs are prepared with their first call.
-        assert_eq!(proxy.rewritten() > 0, !missing.is_empty(), "{missing:?} was taken out");
+        was_taken_out(&proxy, missing);
         let blocked = vec![Blocked { key: "k".to_owned(), from_ms, to_ms }];
         let mut history = History { blocked, ..History::default() };
         if self.stranger.contains("INSERT INTO syncguard_locks") {
@@ -216,6 +227,8 @@ fn answered(process: u32, outcome: Outcome) -> Op {
         set: None,
         stalled: 0,
         limit: 0,
+        call: 0,
+        order: None,
     }
 }
 

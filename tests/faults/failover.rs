@@ -17,7 +17,7 @@ use crate::patroni::{
     AGENT, POSTGRES, Patroni, connect, etcd_leader, set_synchronous, switch_over, url,
     wait_for_other_primary, wait_until_whole,
 };
-use crate::storm::{Crew, Setup, TABLES, what_is_left};
+use crate::storm::{Setup, TABLES, Workers, what_is_left};
 use crate::support::wait::{poll, wait_until};
 
 /// How long a single operation of the load may take.
@@ -67,7 +67,7 @@ impl Kind {
     }
 }
 
-/// One fail-over, by the clock that all processes share.
+/// One failover, by the clock that all processes share.
 struct Round {
     kind: Kind,
     from: u64,
@@ -88,7 +88,7 @@ struct Run<'a> {
     kept: usize,
 }
 
-/// Two thirds of it are more than a fail-over takes.
+/// Two thirds of it are more than a failover takes.
 const LONG: Duration = Duration::from_secs(60);
 
 impl Run<'_> {
@@ -195,7 +195,7 @@ fn under(cluster: &mut Patroni, seed: u64, act: impl FnOnce(&mut Run<'_>)) -> Re
     let primary = wait_until_whole();
     let mut sql = connect(primary).expect("the primary takes connections");
     sql.batch_execute(
-        "DROP TABLE IF EXISTS register, effects, probe, syncguard_locks, syncguard_fence_counters;
+        "DROP TABLE IF EXISTS register, effects, probe, syncguard_locks, syncguard_fence_counters, syncguard_members;
          CREATE TABLE probe (id int4 PRIMARY KEY, n int8 NOT NULL DEFAULT 0);
          INSERT INTO probe SELECT generate_series(0, 2)",
     )
@@ -203,7 +203,8 @@ fn under(cluster: &mut Patroni, seed: u64, act: impl FnOnce(&mut Run<'_>)) -> Re
     .expect("the primary makes tables");
     drop(sql);
     let url = url();
-    let sessions = PgLockClient::connect(&url).expect("the cluster takes connections");
+    let builder = PgLockClient::builder().create_members_table(true);
+    let sessions = builder.connect(&url).expect("the cluster takes connections");
     let setup = Setup {
         seconds: 0,
         faults: &[],
@@ -219,8 +220,8 @@ fn under(cluster: &mut Patroni, seed: u64, act: impl FnOnce(&mut Run<'_>)) -> Re
     };
     let direct = format!("{url}&connect_timeout=1&tcp_user_timeout=2");
     let sessions_url = url.clone();
-    let mut crew = Crew::new(&setup, url, direct);
-    (0..PROCESSES).for_each(|place| crew.start(place));
+    let mut workers = Workers::new(&setup, url, direct);
+    (0..PROCESSES).for_each(|place| workers.start(place));
     let (probe, meter) = (Probe::start(), Meter::start(&sessions_url));
     let mut run = Run { cluster, sessions, rounds: Vec::new(), lost: Vec::new(), kept: 0 };
     act(&mut run);
@@ -229,7 +230,7 @@ fn under(cluster: &mut Patroni, seed: u64, act: impl FnOnce(&mut Run<'_>)) -> Re
     let disturbed = rounds.iter().map(|round| (round.from, round.to)).collect();
     let (mut history, mut leaks) = (History { disturbed, ..History::default() }, Vec::new());
     history.ops.extend(metered);
-    crew.end(&mut history, &mut leaks);
+    workers.end(&mut history, &mut leaks);
     drop(sessions);
     let primary = wait_until_whole();
     let mut sql = connect(primary).expect("the primary takes connections");
@@ -340,7 +341,7 @@ fn table(report: &Report, seconds: u64, seed: u64) -> Vec<String> {
     lines.push(sessions(&report.lost));
     lines.push(String::new());
     lines.push(format!(
-        "A lease of {} s, renewed by its guard, that was held through each fail-over was kept in {} of {}.",
+        "A lease of {} s, renewed by its guard, that was held through each failover was kept in {} of {}.",
         LONG.as_secs(),
         report.kept,
         report.rounds.len()

@@ -2,6 +2,8 @@
 
 use std::collections::HashMap;
 
+use super::tickets::{Tickets, call_of};
+
 /// Nanoseconds of a clock that all processes of this machine share.
 pub fn now() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
@@ -21,6 +23,8 @@ pub enum What {
     Finish,
     /// A look at who leads: the number is the term.
     Observe,
+    /// Of a register, by a reader in a fenced transaction: the number is the value.
+    Read,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -59,11 +63,24 @@ pub struct Op {
     /// How many permits the semaphore has, for an acquire of one: its key is the semaphore's, or that of the
     /// permit once it is known.
     pub limit: u64,
+    /// Its number in its process. A note names it: see [`Named`].
+    pub call: u64,
+    /// The priority of whoever asks to be served in order.
+    pub order: Option<i32>,
 }
 
 /// The semaphore of a permit; any other key is its own.
 pub fn base(key: &str) -> &str {
-    key.split_once('#').map_or(key, |(name, _)| name)
+    key.split_once('#').map_or_else(|| lock(key), |(name, _)| name)
+}
+
+/// The key that a reader has, which it calls `key~`; any other is its own.
+pub fn lock(key: &str) -> &str {
+    key.strip_suffix('~').unwrap_or(key)
+}
+
+pub fn is_reader(key: &str) -> bool {
+    key.ends_with('~')
 }
 
 /// A job began to run.
@@ -102,6 +119,19 @@ pub struct Blocked {
     pub to_ms: i64,
 }
 
+/// Somebody was told, during a call, who has a key: owner and note, one of them or both. Owners are the numbers of
+/// processes; a note is the number of the call that takes the key with it, behind that of its process.
+#[derive(Clone, Debug)]
+pub struct Named {
+    pub process: u32,
+    pub key: String,
+    pub fence: u64,
+    pub owner: Option<u32>,
+    pub note: Option<(u32, u64)>,
+    pub send: u64,
+    pub recv: u64,
+}
+
 #[derive(Clone, Debug, Default)]
 pub struct History {
     pub ops: Vec<Op>,
@@ -110,6 +140,15 @@ pub struct History {
     pub blocked: Vec<Blocked>,
     /// When some fault was there.
     pub disturbed: Vec<(u64, u64)>,
+    /// When the server may have lost what need not be on its disk, or have set its clock.
+    pub unsettled: Vec<(u64, u64)>,
+    /// When a fault may have kept clients from the server.
+    pub away: Vec<(u64, u64)>,
+    pub named: Vec<Named>,
+    /// What the table said of those who wait in order, oldest first.
+    pub tickets: Vec<Tickets>,
+    /// When a process that was killed was heard of for the last time.
+    pub ends: HashMap<u32, u64>,
     /// The registers at the end: key and value.
     pub registers: HashMap<String, u64>,
     pub runs: Vec<Run>,
@@ -124,6 +163,8 @@ pub struct History {
 pub struct Reader {
     process: u32,
     open: HashMap<String, Op>,
+    /// Who was named in calls that have not ended.
+    named: HashMap<String, Vec<Named>>,
     held: HashMap<(String, u64), usize>,
     /// The last time that a line told.
     latest: u64,
@@ -134,8 +175,8 @@ impl Reader {
         Self { process, ..Self::default() }
     }
 
-    /// `S n what key fence ttl bound time limit`, `E n time outcome…`, `H key fence ttl time`, `J job slot time`, `D n time`.
-    /// Several keys stand with `+` between them, and so do their fences with `,`.
+    /// `S n what key fence ttl bound time limit priority`, `E n time outcome…`, `H key fence ttl time`, `J job slot time`,
+    /// `D n time`, `W n key fence owner note`. Several keys stand with `+` between them, and so do their fences with `,`.
     pub fn line(&mut self, line: &str, into: &mut History) {
         let words: Vec<&str> = line.split(' ').collect();
         let number = |at: usize| words.get(at).and_then(|word| word.parse::<u64>().ok()).unwrap_or(0);
@@ -147,6 +188,7 @@ impl Reader {
                     "release" => What::Release,
                     "finish" => What::Finish,
                     "observe" => What::Observe,
+                    "read" => What::Read,
                     _ => What::Write,
                 };
                 let op = Op {
@@ -162,6 +204,8 @@ impl Reader {
                     set: key.contains('+').then(|| (u64::from(self.process) << 32 | number(1), 0)),
                     stalled: 0,
                     limit: number(8),
+                    call: number(1),
+                    order: words.get(9).and_then(|word| word.parse().ok()),
                 };
                 self.latest = op.send;
                 self.open.insert((*n).to_owned(), op);
@@ -181,7 +225,21 @@ impl Reader {
                 if number(6) > 0 {
                     op.key = format!("{}#{}", op.key, number(6));
                 }
+                for named in self.named.remove(*n).unwrap_or_default() {
+                    into.named.push(Named { send: op.send, recv: op.recv, ..named });
+                }
                 parts(op, words.get(4).copied().unwrap_or_default(), into);
+            }
+            ["W", n, key, _, owner, note] => {
+                self.named.entry((*n).to_owned()).or_default().push(Named {
+                    process: self.process,
+                    key: (*key).to_owned(),
+                    fence: number(3),
+                    owner: owner.parse().ok(),
+                    note: call_of(note),
+                    send: 0,
+                    recv: 0,
+                });
             }
             ["D", n, ..] => {
                 if let Some(op) = self.open.get_mut(*n) {
@@ -209,6 +267,7 @@ impl Reader {
     /// The process has ended: what it had begun stays without an answer. A call without a bound may have been
     /// granted until then.
     pub fn end(self, into: &mut History) {
+        into.ends.insert(self.process, self.latest);
         for mut op in self.open.into_values() {
             if op.bound == 0 && op.what == What::Acquire {
                 op.bound = self.latest.saturating_sub(op.send);
@@ -249,6 +308,10 @@ fn the_keys_of_a_set_are_told_apart_and_a_permit_gets_its_number() {
         "S 4 acquire lead 0 100 0 70",
         "H sem#2 9 100 90",
         "J job 8 95",
+        "S 5 acquire turn 0 100 50 96 0 -5",
+        "W 5 turn 3 2 2.41",
+        "W 5 turn 4 - 2.42",
+        "E 5 99 AcquisitionTimeout",
     ] {
         reader.line(line, &mut history);
     }
@@ -261,8 +324,23 @@ fn the_keys_of_a_set_are_told_apart_and_a_permit_gets_its_number() {
             other => format!("{} {other:?} {}", op.key, op.bound),
         })
         .collect();
-    assert_eq!(told, ["a 3", "b 4", "sem#2 9", "a 5", "c Failed(\"NotGranted\") 50", "lead Pending 20"]);
+    assert_eq!(
+        told,
+        [
+            "a 3",
+            "b 4",
+            "sem#2 9",
+            "a 5",
+            "c Failed(\"NotGranted\") 50",
+            "turn Failed(\"AcquisitionTimeout\") 50",
+            "lead Pending 29"
+        ]
+    );
     assert_eq!(history.ops.iter().map(|op| op.limit).max(), Some(3));
+    assert_eq!((history.ops[5].call, history.ops[5].order, history.ends[&7]), (5, Some(-5), 99));
+    let named: Vec<_> =
+        history.named.iter().map(|it| (it.fence, it.owner, it.note, it.send, it.recv)).collect();
+    assert_eq!(named, [(3, Some(2), Some((2, 41)), 96, 99), (4, None, Some((2, 42)), 96, 99)]);
     assert_eq!((history.ops[0].set, history.ops[1].set), (Some((7 << 32 | 1, 0)), Some((7 << 32 | 1, 1))));
     assert_eq!((history.beliefs[0].key.as_str(), history.runs[0].slot), ("sem#2", 8));
 }

@@ -1,7 +1,7 @@
 //! The worker process of a storm: threads that lock, believe, write and let go, and print all of it. What they do
 //! beside plain locks: [`kinds`](crate::kinds).
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use syncguard::{
 use crate::history::{MS, now};
 use crate::registers::{connect, write_fenced, write_kept};
 use crate::support::worker::{self, Parent};
-use crate::told::{as_ns, extended, failed, granted, released, shown};
+use crate::told::{as_ns, extended, granted, released, shown};
 
 /// Does nothing but in a process that a storm has started.
 #[test]
@@ -26,7 +26,14 @@ fn a_holder_outside_of_a_storm_does_nothing() {
 fn run(parent: &Parent) {
     let number = |name: &str| parent.arg(name).parse::<u64>().expect("a number");
     let operation = Duration::from_millis(number("operation"));
-    let client = PgLockClient::builder()
+    let kinds = number("kinds") == 1;
+    let process = number("process");
+    let mut builder = PgLockClient::builder();
+    // Some clients say who they are, and some do not.
+    if kinds && process % 2 == 1 {
+        builder = builder.owner(process.to_string());
+    }
+    let client = builder
         .max_connections(u32::try_from(number("pool")).unwrap_or(1))
         .operation_timeout(operation)
         .connection_timeout(operation)
@@ -38,7 +45,6 @@ fn run(parent: &Parent) {
         .expect("nothing is sent yet");
     let (stop, fenced, practises) = (AtomicBool::new(false), number("fenced") == 1, number("practice") == 1);
     let (next, direct, over) = (AtomicU64::new(0), parent.arg("direct"), CancelToken::new());
-    let kinds = number("kinds") == 1;
     let seed = number("seed");
     parent.say("ready");
     thread::scope(|scope| {
@@ -49,12 +55,16 @@ fn run(parent: &Parent) {
                     Random(seed.wrapping_mul(1000).wrapping_add(n + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
                 let mut holder = Holder {
                     stalled: Cell::new(0),
+                    process,
+                    noted: Cell::new(None),
+                    named: RefCell::default(),
                     parent,
                     client,
                     next,
                     direct,
                     fenced,
                     kinds,
+                    in_order: kinds && n == 0,
                     over,
                     operation,
                     random,
@@ -62,7 +72,7 @@ fn run(parent: &Parent) {
                 };
                 while !stop.load(Ordering::SeqCst) {
                     holder.cycle();
-                    if practises && holder.random.below(10) == 0 {
+                    if practises && holder.random.below(6) == 0 {
                         holder.practise(&format!("practice{}-{n}", std::process::id()));
                     }
                 }
@@ -98,22 +108,24 @@ impl Random {
     }
 }
 
-/// How long this thread has waited for a processor, where the system tells.
-fn stalled() -> u64 {
-    let told = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap_or_default();
-    told.split(' ').nth(1).and_then(|delay| delay.parse().ok()).unwrap_or(0)
-}
-
 pub struct Holder<'a> {
-    parent: &'a Parent,
+    pub parent: &'a Parent,
     pub client: &'a PgLockClient,
-    next: &'a AtomicU64,
+    pub next: &'a AtomicU64,
     /// How long this thread had waited for a processor when its last call began.
-    stalled: Cell<u64>,
-    direct: &'a str,
-    fenced: bool,
+    pub stalled: Cell<u64>,
+    /// The number of this process, which is also its owner.
+    pub process: u64,
+    /// The number of the next call, if its note has it.
+    pub noted: Cell<Option<u64>>,
+    /// Who was named in the call: to be told with its end.
+    pub named: RefCell<Vec<String>>,
+    pub direct: &'a str,
+    pub fenced: bool,
     /// Whether it takes sets and permits, campaigns and runs jobs, too.
-    kinds: bool,
+    pub kinds: bool,
+    /// Whether it waits in order most of the time: one thread of each process does, so that there are waiters.
+    pub in_order: bool,
     /// Fires when the storm is over: a campaign has no limit.
     pub over: &'a CancelToken,
     /// The limit of every single operation.
@@ -124,6 +136,10 @@ pub struct Holder<'a> {
 
 impl Holder<'_> {
     fn cycle(&mut self) {
+        if self.in_order && self.random.below(6) > 0 {
+            self.wait_in_order();
+            return;
+        }
         if self.kinds && self.random.below(2) == 0 {
             self.kind();
             return;
@@ -149,48 +165,6 @@ impl Holder<'_> {
 
     pub fn ttl(&mut self) -> Duration {
         Duration::from_millis([300, 600, 1500][usize::try_from(self.random.below(3)).unwrap_or(0)])
-    }
-
-    /// Says that a call begins; the answer says how it ended.
-    pub fn op<R>(
-        &self,
-        what: (&str, &str, u64, Duration),
-        bound: Duration,
-        call: impl FnOnce() -> R,
-        outcome: impl FnOnce(&R) -> String,
-    ) -> R {
-        let n = self.begin(what, bound, 0);
-        let result = call();
-        self.end(n, || outcome(&result));
-        result
-    }
-
-    /// Says that a call begins, whose end is said later. Of a semaphore with so many permits.
-    pub fn begin(
-        &self,
-        (what, key, fence, ttl): (&str, &str, u64, Duration),
-        bound: Duration,
-        limit: u32,
-    ) -> u64 {
-        let n = self.next.fetch_add(1, Ordering::SeqCst) + 1;
-        let (ttl, bound) = (ttl.as_nanos(), bound.as_nanos());
-        self.stalled.set(stalled());
-        self.say(&format!("S {n} {what} {key} {fence} {ttl} {bound} {} {limit}", now()));
-        n
-    }
-
-    /// Says how it ended. The time is taken before anybody looks what became of it.
-    pub fn end(&self, n: u64, outcome: impl FnOnce() -> String) {
-        let at = now();
-        let stalled = stalled().saturating_sub(self.stalled.get());
-        if stalled > MS {
-            self.say(&format!("D {n} {stalled}"));
-        }
-        self.say(&format!("E {n} {at} {}", outcome()));
-    }
-
-    pub fn say(&self, line: &str) {
-        self.parent.say(line);
     }
 
     /// The operations without a guard.
@@ -337,12 +311,13 @@ impl Holder<'_> {
 
     /// A guard, or not, after at most this time.
     fn lock(
-        &self,
+        &mut self,
         key: &str,
         (ttl, wait): (Duration, Duration),
         heartbeat: Heartbeat,
     ) -> Result<LockGuard, LockError> {
         let options = LockOptions::new().ttl(ttl).timeout(wait).heartbeat(heartbeat);
+        let options = self.noted(options, 4);
         self.op(
             ("acquire", key, 0, ttl),
             wait,
@@ -354,15 +329,7 @@ impl Holder<'_> {
         )
     }
 
-    /// A failure, and for an unknown outcome what is in the table.
-    pub fn unknown(&self, error: &LockError) -> String {
-        if error.is_outcome_unknown() {
-            return format!("unknown {}", self.is_there(error.lock_id().unwrap_or_default()));
-        }
-        failed(error)
-    }
-
-    fn guarded(&mut self, key: &str, ttl: Duration) {
+    pub fn guarded(&mut self, key: &str, ttl: Duration) {
         let (heartbeat, wait) = (self.heartbeat(), self.wait());
         if let Ok(guard) = self.lock(key, (ttl, wait), heartbeat) {
             self.keep(guard, ttl);
@@ -481,13 +448,5 @@ impl Holder<'_> {
     /// The holder's own connection, which is not the library's.
     pub fn connection(&mut self) -> Option<Client> {
         self.sql.take().or_else(|| connect(self.direct))
-    }
-
-    /// Whether a lease of an unknown outcome is in the table.
-    fn is_there(&self, lock_id: &str) -> String {
-        let look =
-            |sql: &mut Client| sql.query("SELECT FROM syncguard_locks WHERE lock_id = $1", &[&lock_id]).ok();
-        let rows = connect(self.direct).as_mut().and_then(look);
-        rows.map_or_else(|| "-".to_owned(), |rows| (!rows.is_empty()).to_string())
     }
 }

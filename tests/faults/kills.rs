@@ -64,7 +64,7 @@ fn answers(missing: &'static str) -> [Answers; 4] {
     server.client().batch_execute("CHECKPOINT").unwrap();
     let proxy = Proxy::start(server.port());
     if !missing.is_empty() {
-        proxy.rewrite(move |sql| without(missing, sql));
+        proxy.rewrite(move |said| without(missing, said));
     }
     let client = PgLockClient::builder().auto_create_tables(false).connect(&proxy.url(server.url())).unwrap();
     [
@@ -84,11 +84,17 @@ fn what_was_answered_is_there_after_the_server_crashed() {
     for (first, again) in [set, permit] {
         assert_ne!(first, again, "a fence was granted twice");
     }
-    // It is the durable commit that does it.
-    let [finished, claimed, set, permit] = answers("durable");
-    for (first, again) in [finished, claimed, set, permit] {
-        assert_eq!(first, again, "nothing was lost in the crash: this test shows nothing");
+    // It is the durable commit that does it. What the server writes now and then by itself may come just before a crash.
+    let mut lost = [false; 4];
+    for _ in 0..5 {
+        for (lost, (first, again)) in lost.iter_mut().zip(answers("durable")) {
+            *lost |= first == again;
+        }
+        if lost == [true; 4] {
+            return;
+        }
     }
+    panic!("nothing was lost in the crash: this test shows nothing, {lost:?}");
 }
 
 /// Runs the slots of a job one after the other, from one on, until it is told to stop. Each has one effect.

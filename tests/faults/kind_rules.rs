@@ -9,6 +9,7 @@
 //! | `once` | no slot is told as done twice; no job begins in a slot after that, or a later one, was told as done |
 //! | `claimed` | a job that claims its slot (`claim…`) begins at most once in it |
 //! | `effect` | of a job that completes in its own transaction (`effect…`) no slot has two effects, and one that is done has one |
+//! | `since` | what a reader reads in a fenced transaction stands still meanwhile; all that writers before its group have written is in it, and nothing of those after |
 //! | `skipped` | a slot is said to be done only if some run may have marked it, or a later one |
 //!
 //! That terms and the fences of a permit grow, that one leader leads and one run of a job runs at a time, and that a
@@ -18,7 +19,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::checker::{Violation, by_key, granted};
-use super::history::{Belief, History, Op, Outcome, What, base};
+use super::history::{Belief, History, Op, Outcome, What, base, lock};
 
 pub fn check(history: &History, found: &mut Vec<Violation>) {
     parts(history, found);
@@ -28,6 +29,7 @@ pub fn check(history: &History, found: &mut Vec<Violation>) {
     once(history, found);
     effects(history, found);
     skipped(history, found);
+    since(history, found);
 }
 
 fn violation(rule: &'static str, text: String, at: u64) -> Violation {
@@ -67,7 +69,7 @@ fn counters(history: &History, found: &mut Vec<Violation>) {
         return;
     }
     let grants = history.ops.iter().filter_map(|op| granted(op).map(|fence| (fence, op)));
-    for (key, grants) in by_key(grants, |(_, op)| &op.key) {
+    for (key, grants) in by_key(grants, |(_, op)| lock(&op.key)) {
         let counter = history.counters.get(key).copied().unwrap_or(0);
         if let Some((fence, op)) = grants.iter().filter(|(fence, _)| *fence > counter).max_by_key(|it| it.0) {
             let text = format!("{key}: fence {fence} was granted, and its counter is {counter}");
@@ -215,6 +217,41 @@ fn skipped(history: &History, found: &mut Vec<Violation>) {
     }
 }
 
+/// A reader's fenced transaction says that no writer was there since its group began.
+fn since(history: &History, found: &mut Vec<Violation>) {
+    let of = |what| history.ops.iter().filter(move |op| op.what == what);
+    let number = |op: &Op| match op.outcome {
+        Outcome::Ok { number, .. } => Some(number),
+        _ => None,
+    };
+    let mut written =
+        by_key(of(What::Write).filter_map(|op| Some((op.fence, number(op)?, op))), |(.., op)| &op.key);
+    written.values_mut().for_each(|writes| writes.sort_unstable_by_key(|(fence, value, _)| (*fence, *value)));
+    for (register, reads) in by_key(of(What::Read), |op| &op.key) {
+        let writes = written.get(register).map(Vec::as_slice).unwrap_or_default();
+        for read in reads {
+            if read.outcome == Outcome::Failed("torn".to_owned()) {
+                let text =
+                    format!("{register}: it changed while a reader under fence {} read it", read.fence);
+                found.push(violation("since", text, read.recv));
+            }
+            let Some(value) = number(read) else { continue };
+            // Values grow with the fence, by the rule of registers.
+            let at = writes.partition_point(|(fence, ..)| *fence < read.fence);
+            let older = at.checked_sub(1).map(|at| writes[at].1).filter(|older| *older > value);
+            let newer = writes.get(at).map(|write| write.1).filter(|newer| *newer <= value);
+            if let Some(other) = older.or(newer) {
+                let text = format!(
+                    "{register}: a reader under fence {} read {value}, and {other} was written {}",
+                    read.fence,
+                    if older.is_some() { "before its group" } else { "after it" }
+                );
+                found.push(violation("since", text, read.recv));
+            }
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::checker::{self, Allow};
@@ -224,8 +261,8 @@ mod tests {
     fn op(what: What, key: &str, (send, recv): (u64, u64), outcome: Outcome) -> Op {
         let (send, recv) = (send * MS, recv * MS);
         let key = key.to_owned();
-        let (fence, ttl, bound, set, stalled, limit) = (0, 0, 0, None, 0, 0);
-        Op { process: 1, what, key, fence, ttl, send, recv, bound, outcome, set, stalled, limit }
+        let (fence, ttl, bound, set, stalled, limit, call, order) = (0, 0, 0, None, 0, 0, 0, None);
+        Op { process: 1, what, key, fence, ttl, send, recv, bound, outcome, set, stalled, limit, call, order }
     }
 
     fn ok(number: u64) -> Outcome {
@@ -316,6 +353,29 @@ mod tests {
         finds(&with(What::Acquire, 6), None);
         finds(&with(What::Observe, 4), Some("term"));
         finds(&with(What::Acquire, 5), Some("term"));
+    }
+
+    #[test]
+    fn a_writer_since_a_readers_group_began_is_found() {
+        let under = |what, fence, at, outcome| {
+            let op = op(what, "T:read0", (at, at + 1), outcome);
+            Op { fence, ..op }
+        };
+        let with = |outcome| History {
+            ops: vec![
+                under(What::Write, 1, 0, ok(1)),
+                under(What::Write, 3, 10, ok(2)),
+                under(What::Read, 4, 20, outcome),
+                under(What::Write, 5, 30, ok(3)),
+            ],
+            registers: [("T:read0".to_owned(), 3)].into(),
+            ..History::default()
+        };
+        finds(&with(ok(2)), None);
+        finds(&with(Outcome::Refused), None);
+        finds(&with(ok(1)), Some("since"));
+        finds(&with(ok(3)), Some("since"));
+        finds(&with(Outcome::Failed("torn".to_owned())), Some("since"));
     }
 
     #[test]

@@ -1,5 +1,5 @@
-//! What the holders of a storm do beside plain locks: they take sets and permits, campaign and lead, and run jobs once
-//! per slot. The names of keys say what is done with them, to [`kind_rules`](crate::kind_rules) as well.
+//! What the holders of a storm do beside plain locks: they take sets and permits, campaign and lead, run jobs once
+//! per slot, share keys ([`sharers`](crate::sharers)), and wait in order ([`waiters`](crate::waiters)). The names of keys say what is done with them, to [`kind_rules`](crate::kind_rules) as well.
 
 use std::ops::ControlFlow::{Break, Continue};
 use std::thread;
@@ -20,10 +20,12 @@ type Ended = Result<(), &'static str>;
 
 impl Holder<'_> {
     pub fn kind(&mut self) {
-        match self.random.below(8) {
+        match self.random.below(15) {
             0..3 => self.set(),
             3..5 => self.permit(),
             5 => self.campaign(),
+            6..9 => self.share(),
+            9..13 => self.wait_in_order(),
             _ => self.job(),
         }
         if self.random.below(4) == 0 {
@@ -32,10 +34,10 @@ impl Holder<'_> {
         thread::sleep(Duration::from_millis(1 + self.random.below(12)));
     }
 
-    /// A key that others lead or run under, for a plain lock.
+    /// A key that others lead, run under or share, for a plain lock.
     pub fn key_of_a_kind(&mut self) -> String {
-        let kinds = ["lead0", "plain0", "effect0", "claim0", "every0"];
-        kinds[usize::try_from(self.random.below(5)).unwrap_or(0)].to_owned()
+        let kinds = ["lead0", "plain0", "effect0", "claim0", "every0", "read0", "read1", "turn0", "turn1"];
+        kinds[usize::try_from(self.random.below(9)).unwrap_or(0)].to_owned()
     }
 
     /// In the order of the guard: by their bytes. Twins are taken together only.
@@ -61,6 +63,7 @@ impl Holder<'_> {
         let options = LockOptions::new().ttl(ttl).timeout(wait).heartbeat(self.heartbeat());
         let once = self.random.below(4) == 0;
         let bound = if once { self.operation } else { wait };
+        let options = self.noted(options, 4);
         let Some(guard) = self.lock_all(&keys, (ttl, bound), &options, once) else { return };
         self.hold_all(&guard, ttl);
         if self.random.below(12) == 0 {
@@ -147,6 +150,7 @@ impl Holder<'_> {
         let once = self.random.below(4) == 0;
         let bound = if once { self.operation } else { wait };
         let Ok(semaphore) = self.client.semaphore(name, limit) else { return };
+        let options = self.noted(options, 4);
         if let Some(guard) = self.acquire_permit(&semaphore, (ttl, bound), &options, once) {
             self.keep(guard, ttl);
         }
@@ -180,7 +184,7 @@ impl Holder<'_> {
     /// Campaigns, leads for a term or two, and steps down. A campaign has no bound.
     fn campaign(&mut self) {
         let (key, ttl) = (format!("lead{}", self.random.below(2)), self.ttl());
-        let options = LockOptions::new().ttl(ttl).cancel(self.over);
+        let options = LockOptions::new().ttl(ttl).cancel(self.over).fair(self.random.below(2) == 0);
         let terms = 1 + self.random.below(2);
         let (client, asks) = (self.client, ("acquire", key.as_str(), 0, ttl));
         let mut call = self.begin(asks, Duration::ZERO, 0);
@@ -212,11 +216,58 @@ impl Holder<'_> {
     }
 
     fn observe(&mut self) {
+        match self.random.below(3) {
+            0 => return self.holders(),
+            1 => return self.holder(),
+            _ => {}
+        }
         let key = format!("lead{}", self.random.below(2));
         let call = || self.client.leader(&key);
         let _ = self.op(("observe", &key, 0, Duration::ZERO), self.operation, call, |leader| match leader {
-            Ok(Some(leader)) => format!("ok {} 0", leader.term),
+            Ok(Some(leader)) => {
+                self.names(&key, leader.term.get(), leader.owner.as_deref(), None);
+                format!("ok {} 0", leader.term)
+            }
             Ok(None) => "refused".to_owned(),
+            Err(error) => failed(error),
+        });
+    }
+
+    /// Of one key.
+    fn holder(&mut self) {
+        let n = self.random.below(2);
+        let key = match self.random.below(4) {
+            0 => format!("hot{n}"),
+            1 => format!("read{n}"),
+            2 => format!("long{n}"),
+            _ => format!("turn{n}"),
+        };
+        let call = || self.client.get_by_key(&key);
+        let asks = ("observe", "*", 0, Duration::ZERO);
+        let _ = self.op(asks, self.operation, call, |found| match found {
+            Ok(found) => {
+                if let Some(lease) = found {
+                    self.names(&key, lease.fence.get(), lease.owner.as_deref(), lease.note.as_deref());
+                }
+                "ok 0 0".to_owned()
+            }
+            Err(error) => failed(error),
+        });
+    }
+
+    /// Of all keys.
+    fn holders(&self) {
+        let call = || self.client.operator().holders_raw(200);
+        let asks = ("observe", "*", 0, Duration::ZERO);
+        let _ = self.op(asks, self.operation * 2, call, |holders| match holders {
+            Ok(holders) => {
+                for lease in holders {
+                    let permit = lease.permit.map_or_else(String::new, |number| format!("#{number}"));
+                    let key = format!("{}{permit}", lease.key);
+                    self.names(&key, lease.fence.get(), lease.owner.as_deref(), lease.note.as_deref());
+                }
+                "ok 0 0".to_owned()
+            }
             Err(error) => failed(error),
         });
     }
@@ -232,7 +283,7 @@ impl Holder<'_> {
         };
         let ttl = self.ttl();
         let options = LockOptions::new().ttl(ttl).heartbeat(self.heartbeat());
-        let rounds = self.rounds();
+        let (rounds, options) = (self.rounds(), self.noted(options, 4));
         self.run_job((job, slot), ttl, &options, rounds);
     }
 
@@ -303,10 +354,16 @@ impl Holder<'_> {
         let Some(permit) = self.acquire_permit(&semaphore, (ttl, self.operation), &options, true) else {
             return false;
         };
+        let shared = self.read_lock(&format!("read{key}"), (ttl, self.operation), &options, true);
+        let Some(shared) = shared else { return false };
+        if !self.practised_in_order(key, ttl) {
+            return false;
+        }
+        let left = self.leave(shared, ttl);
         let ran = self.run_job((&format!("plain{key}"), Slot::number(now() / MS)), ttl, &options, 1);
         let (key, fence) = (shown(permit.key()), permit.fence().get());
         let freed = self.op(("release", &key, fence, ttl), self.operation, || permit.release(), released);
-        ended && ran && freed.is_ok()
+        ended && ran && left && freed.is_ok()
     }
 }
 

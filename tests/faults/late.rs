@@ -177,6 +177,8 @@ fn write(history: &mut History, process: u32, line: &str, tally: &mut Tally) {
         set: None,
         stalled: 0,
         limit: 0,
+        call: 0,
+        order: None,
     });
 }
 

@@ -6,10 +6,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
+use postgres::NoTls;
 use syncguard::{LockError, LockOptions, PgLockClient};
 
 use crate::history::{MS, Op, Outcome, What, now};
-use crate::patroni::{NODES, connect};
+use crate::patroni::{NODES, config};
 
 /// Writes one row by a durable commit, at each node, as fast as that goes: what the cluster itself can do.
 pub struct Probe {
@@ -24,13 +25,20 @@ impl Probe {
         let threads = (0..NODES).map(|n| {
             let (stop, done) = (Arc::clone(&stop), Arc::clone(&done));
             thread::spawn(move || {
-                let mut sql = None;
+                let (mut sql, warned) = (None, Arc::new(AtomicBool::new(false)));
+                let connect = || {
+                    let heard = Arc::clone(&warned);
+                    let hear = move |_| heard.store(true, Ordering::SeqCst);
+                    config(n).notice_callback(hear).connect(NoTls).ok()
+                };
                 while !stop.load(Ordering::SeqCst) {
-                    sql = sql.or_else(|| connect(n));
+                    sql = sql.or_else(&connect);
                     let write = "UPDATE probe SET n = n + 1 WHERE id = $1";
                     let written =
                         sql.as_mut().map(|sql| sql.execute(write, &[&i32::try_from(n).unwrap_or(0)]));
+                    // A COMMIT whose wait for the standby was cancelled is done with a warning, and is not durable.
                     match written {
+                        Some(Ok(_)) if warned.swap(false, Ordering::SeqCst) => {}
                         Some(Ok(_)) => done.lock().unwrap_or_else(PoisonError::into_inner).push(now()),
                         _ => sql = sql.filter(|sql| !sql.is_closed()),
                     }
@@ -107,6 +115,8 @@ fn metered(client: &PgLockClient, key: &str, ops: &mut Vec<Op>) {
         stalled: 0,
         set: None,
         limit: 0,
+        call: 0,
+        order: None,
     };
     let locked = client.lock_with(key, &options);
     op.recv = now();
@@ -146,7 +156,7 @@ fn longest_gap(times: &[u64], from: u64, to: u64) -> (u64, u64) {
         .unwrap_or((from, to))
 }
 
-/// For how long nothing was granted in a fail-over: the cluster's own share, and what came on top.
+/// For how long nothing was granted in a failover: the cluster's own share, and what came on top.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Gap {
     pub own: u64,

@@ -374,10 +374,14 @@ pub fn switch_over(from: usize) {
 
 /// A connection to one node, whatever it is.
 pub fn connect(n: usize) -> Option<postgres::Client> {
+    config(n).connect(postgres::NoTls).ok()
+}
+
+pub fn config(n: usize) -> postgres::Config {
     let mut config = postgres::Config::new();
     config.host(&address(n)).port(5432).user("postgres").dbname("postgres").application_name("observer");
     config.connect_timeout(Duration::from_millis(500)).tcp_user_timeout(Duration::from_secs(1));
-    config.connect(postgres::NoTls).ok()
+    config
 }
 
 /// What a program of a node answers, if it is JSON; with a status of 400 or more it is, too.

@@ -52,6 +52,25 @@ pub fn write_fenced(
     Ok(Some((value + 1).unsigned_abs()))
 }
 
+/// What the register has in a reader's fenced transaction, at its begin and at its end.
+pub fn read_fenced(
+    sql: &mut Client,
+    fence: impl FnOnce(&mut Transaction<'_>) -> syncguard::Result<()>,
+    key: &str,
+    nap: Duration,
+) -> Result<Option<(u64, u64)>, postgres::Error> {
+    let mut transaction = sql.transaction()?;
+    if fence(&mut transaction).is_err() {
+        return Ok(None);
+    }
+    let read = "SELECT COALESCE(max(n), 0) FROM register WHERE key = $1";
+    let first: i64 = transaction.query_one(read, &[&key])?.get(0);
+    thread::sleep(nap);
+    let last: i64 = transaction.query_one(read, &[&key])?.get(0);
+    transaction.commit()?;
+    Ok(Some((first.unsigned_abs(), last.unsigned_abs())))
+}
+
 pub fn connect(url: &str) -> Option<Client> {
     let mut config: postgres::Config = url.parse().ok()?;
     config.connect_timeout(Duration::from_secs(1)).application_name("register");

@@ -7,7 +7,7 @@ use postgres::{Client, NoTls};
 
 use crate::history::{Blocked, MS, Pause, now};
 use crate::holder::Random;
-use crate::storm::{Crew, lock};
+use crate::storm::{Workers, lock};
 use crate::support::cluster::setting;
 use crate::support::{Action, Network, Proxy, Server, Stop};
 use crate::zombies::calls;
@@ -117,8 +117,38 @@ impl Fault {
     }
 }
 
-/// Calls of sets, permits and runs that come late and twice like extends do, by name, and written out for a pooler.
-const KINDS: [&str; 13] = [
+impl Fault {
+    /// Whether the server may lose what need not be on its disk, or has another clock, or tables that look empty to
+    /// whoever began to read before they were made.
+    pub fn unsettles(self) -> bool {
+        matches!(self, Self::CrashServer | Self::DiskFull | Self::SetClock | Self::TablesAnew)
+    }
+
+    /// Whether clients may not reach the server, or not for as long as they try.
+    pub fn keeps_away(self) -> bool {
+        !matches!(
+            self,
+            Self::LateCopies
+                | Self::KillHolder
+                | Self::StopHolder
+                | Self::LockRow
+                | Self::DiscardAll
+                | Self::SetClock
+                | Self::SlowCommits
+        )
+    }
+}
+
+/// Calls of sets, permits, readers, runs, waiters in order and holders with notes that come late and twice like extends do, by name, and written out for a
+/// pooler.
+const KINDS: [&str; 27] = [
+    "EXECUTE sg_join",
+    "EXECUTE sg_found",
+    "EXECUTE sg_leave",
+    "EXECUTE sg_renew_shared",
+    "joined AS (",
+    "others AS MATERIALIZED",
+    "AS want (key, grp",
     "EXECUTE sg_set_",
     "EXECUTE sg_permit_",
     "EXECUTE sg_begin_run",
@@ -132,6 +162,13 @@ const KINDS: [&str; 13] = [
     "todo AS MATERIALIZED",
     "FROM cur, t WHERE",
     "AND EXISTS (SELECT 1 FROM mark)",
+    "EXECUTE sg_turn_",
+    "EXECUTE sg_note_",
+    "EXECUTE sg_announce",
+    "EXECUTE sg_withdraw",
+    "ahead AS MATERIALIZED",
+    "noted AS (",
+    "expires_at_ms, priority, note)",
 ];
 
 pub struct Weather<'a> {
@@ -153,7 +190,7 @@ impl<'a> Weather<'a> {
     }
 
     /// Brings it about, lets it last, undoes it, and leaves a moment of calm.
-    pub fn inject(&mut self, fault: Fault, crew: &mut Crew<'_>) {
+    pub fn inject(&mut self, fault: Fault, workers: &mut Workers<'_>) {
         let from = now();
         let lasting = self.random.below(1000);
         match fault {
@@ -172,10 +209,10 @@ impl<'a> Weather<'a> {
                 self.proxy.network(Network::Open);
             }
             Fault::KillHolder => {
-                crew.kill(usize::try_from(self.random.below(crew.members.len() as u64)).unwrap_or(0));
+                workers.kill(usize::try_from(self.random.below(workers.members.len() as u64)).unwrap_or(0));
                 thread::sleep(ms(lasting));
             }
-            Fault::StopHolder => self.stop_holder(crew, ms(200 + 3 * lasting)),
+            Fault::StopHolder => self.stop_holder(workers, ms(200 + 3 * lasting)),
             Fault::CrashServer => {
                 self.server.restart(if lasting < 800 { Stop::Immediate } else { Stop::Kill });
                 thread::sleep(ms(200));
@@ -207,7 +244,7 @@ impl<'a> Weather<'a> {
                 thread::sleep(ms(200 + lasting));
                 self.server.configure("synchronous_standby_names", "");
             }
-            Fault::Suspend => self.suspend(crew, ms(500 + 2 * lasting)),
+            Fault::Suspend => self.suspend(workers, ms(500 + 2 * lasting)),
             Fault::DiscardAll => {
                 let mut random = Random(self.random.below(u64::MAX) | 1);
                 self.proxy.on_query(
@@ -270,8 +307,14 @@ impl<'a> Weather<'a> {
     fn slow_answers(&mut self, least: u64, most: u64) {
         let mut random = Random(self.random.below(u64::MAX) | 1);
         self.proxy.on_query(move |sql| {
-            let asks =
-                ["EXECUTE sg_acquire", "EXECUTE sg_set_", "EXECUTE sg_permit_", "EXECUTE sg_begin_run"];
+            let asks = [
+                "EXECUTE sg_acquire",
+                "EXECUTE sg_set_",
+                "EXECUTE sg_permit_",
+                "EXECUTE sg_begin_run",
+                "EXECUTE sg_turn_a",
+                "EXECUTE sg_note_",
+            ];
             if asks.iter().any(|name| sql.contains(name)) && random.below(3) == 0 {
                 Action::DelayAnswer(ms(least + random.below(most - least)))
             } else {
@@ -282,9 +325,9 @@ impl<'a> Weather<'a> {
         self.proxy.pass_all();
     }
 
-    fn stop_holder(&mut self, crew: &Crew<'_>, lasting: Duration) {
+    fn stop_holder(&mut self, workers: &Workers<'_>, lasting: Duration) {
         let member =
-            &crew.members[usize::try_from(self.random.below(crew.members.len() as u64)).unwrap_or(0)];
+            &workers.members[usize::try_from(self.random.below(workers.members.len() as u64)).unwrap_or(0)];
         let from = now();
         lock(&member.worker).signal("STOP");
         thread::sleep(lasting);
@@ -293,19 +336,19 @@ impl<'a> Weather<'a> {
         self.pauses.push(Pause { process: member.process, from, to: now() + 20 * MS });
     }
 
-    fn suspend(&mut self, crew: &Crew<'_>, lasting: Duration) {
+    fn suspend(&mut self, workers: &Workers<'_>, lasting: Duration) {
         let from = now();
         self.server.freeze();
-        for member in &crew.members {
+        for member in &workers.members {
             lock(&member.worker).signal("STOP");
         }
         thread::sleep(lasting);
         self.server.thaw();
-        for member in &crew.members {
+        for member in &workers.members {
             lock(&member.worker).signal("CONT");
         }
         let to = now() + 20 * MS;
-        self.pauses.extend(crew.members.iter().map(|member| Pause { process: member.process, from, to }));
+        self.pauses.extend(workers.members.iter().map(|member| Pause { process: member.process, from, to }));
     }
 
     fn each_backend(&mut self, function: &str, lasting: u64) {
@@ -346,7 +389,7 @@ impl<'a> Weather<'a> {
     fn tables_anew(&mut self) {
         let mut sql = self.server.client();
         let _ = sql.batch_execute("SET lock_timeout = '2s'");
-        for table in ["syncguard_locks", "syncguard_fence_counters"] {
+        for table in ["syncguard_locks", "syncguard_fence_counters", "syncguard_members"] {
             for _ in 0..3 {
                 let _ = if self.random.below(2) == 0 {
                     sql.batch_execute(&format!("VACUUM FULL {table}"))

@@ -233,7 +233,7 @@ fn a_late_renewal_does_not_cut_short_what_a_later_extend_was_told() {
 #[test]
 fn without_the_version_a_late_renewal_cuts_the_lease_short() {
     let mut scene = Scene::new(Around::Nothing);
-    scene.bench.proxy.rewrite(|text| without("version", text));
+    scene.bench.proxy.rewrite(|said| without("version", said));
     scene.bench.proxy.cut_all();
     let (told, guard) = with_a_late_renewal(&scene);
     drop(guard.leak());
@@ -246,7 +246,7 @@ fn without_the_version_a_late_renewal_cuts_the_lease_short() {
 #[test]
 fn without_the_version_a_late_extend_cuts_the_lease_short() {
     let mut scene = Scene::new(Around::Nothing);
-    scene.bench.proxy.rewrite(|text| without("version", text));
+    scene.bench.proxy.rewrite(|said| without("version", said));
     scene.bench.proxy.cut_all();
     let guard = unrenewed(&scene.bench);
     scene.hold_back("sg_extend", 0);

@@ -150,7 +150,7 @@ fn a_prepared_transaction_that_holds_a_counter_is_named() {
     std::thread::scope(|scope| {
         let breaking = scope.spawn(|| patient.operator().break_lock("a", "a test"));
         wait_until(LIMIT, "the break waits for the prepared transaction", || {
-            place.client.operator().waiters("a").unwrap().iter().any(|waiter| waiter.blocked_by == [0])
+            place.client.operator().blocked("a").unwrap().iter().any(|waiter| waiter.blocked_by == [0])
         });
         place.stored.run("ROLLBACK PREPARED 'forgotten'");
         assert_eq!(breaking.join().unwrap().unwrap().fence.get(), 2);

@@ -14,20 +14,23 @@ use syncguard::{
 
 const LONG: Duration = Duration::from_secs(300);
 
+/// What no other test takes: the queue of a key is that of the whole database, and is blocked here.
+const KEY: &str = "cancelled";
+
 type Call = fn(&PgLockClient, &CancelToken) -> Result<()>;
 
 /// Everything that takes a token; the lease on "held" has the id `forged_id(1)`.
 const CALLS: [(&str, Call); 10] = [
-    ("acquire", |client, token| client.cancellable(token).acquire("k", TTL).map(drop)),
+    ("acquire", |client, token| client.cancellable(token).acquire(KEY, TTL).map(drop)),
     ("release", |client, token| client.cancellable(token).release(&forged_id(1)).map(drop)),
     ("extend", |client, token| client.cancellable(token).extend(&forged_id(1), TTL).map(drop)),
     ("is_locked", |client, token| client.cancellable(token).is_locked("held").map(drop)),
     ("lookup by key", |client, token| client.cancellable(token).lookup(Lookup::Key("held")).map(drop)),
     ("lookup by id", |client, token| client.cancellable(token).get_by_id_raw(&forged_id(1)).map(drop)),
-    ("lock", |client, token| client.cancellable(token).lock_with("k", &asking_hourly()).map(drop)),
-    ("try_lock", |client, token| client.cancellable(token).try_lock("k").map(drop)),
-    ("lock, by its options", |client, token| client.lock_with("k", &asking_hourly().cancel(token)).map(drop)),
-    ("with_lock", |client, token| client.with_lock("k", &asking_hourly().cancel(token), |_| ())),
+    ("lock", |client, token| client.cancellable(token).lock_with(KEY, &asking_hourly()).map(drop)),
+    ("try_lock", |client, token| client.cancellable(token).try_lock(KEY).map(drop)),
+    ("lock, by its options", |client, token| client.lock_with(KEY, &asking_hourly().cancel(token)).map(drop)),
+    ("with_lock", |client, token| client.with_lock(KEY, &asking_hourly().cancel(token), |_| ())),
 ];
 
 #[track_caller]
@@ -59,7 +62,7 @@ fn cancel_while_blocked(schema: &TestSchema, url: &str, what: &str, call: Call, 
     let (mut observer, mut other) = (schema.client(), schema.client());
     // So that the call meets a connection on which everything is prepared.
     assert!(client.is_locked("held").unwrap());
-    let before = (row(&mut observer, "held"), row(&mut observer, "k"), counter(&mut observer, "k"));
+    let before = (row(&mut observer, "held"), row(&mut observer, KEY), counter(&mut observer, KEY));
     other.batch_execute(&format!("BEGIN; {block}")).unwrap();
     let token = CancelToken::new();
     thread::scope(|scope| {
@@ -74,7 +77,7 @@ fn cancel_while_blocked(schema: &TestSchema, url: &str, what: &str, call: Call, 
         wait_until_backend_gone(&mut observer, pid);
     });
     other.batch_execute("ROLLBACK").unwrap();
-    let after = (row(&mut observer, "held"), row(&mut observer, "k"), counter(&mut observer, "k"));
+    let after = (row(&mut observer, "held"), row(&mut observer, KEY), counter(&mut observer, KEY));
     assert_eq!(before, after, "{what} changed something");
     assert!(client.is_locked("held").unwrap(), "the client goes on with another connection");
 }
@@ -106,9 +109,9 @@ fn every_call_that_a_table_lock_blocks_ends_over_a_unix_socket() {
 #[test]
 fn calls_that_a_row_or_a_queue_blocks_end() {
     let schema = blocked_schema();
-    forge(&mut schema.client(), "k", &forged_id(2), -60_000);
+    forge(&mut schema.client(), KEY, &forged_id(2), -60_000);
     let rows = "SELECT 1 FROM syncguard_locks FOR UPDATE";
-    let queue = "SELECT pg_advisory_xact_lock(hashtext('k'))";
+    let queue = "SELECT pg_advisory_xact_lock(hashtext('cancelled'))";
     for url in [schema.url(), schema.socket_url()] {
         for (what, call) in CALLS {
             if matches!(what, "acquire" | "release" | "extend" | "lock" | "try_lock") {

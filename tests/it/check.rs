@@ -5,14 +5,18 @@
 
 mod servers;
 
-use crate::support::{Place, Role, TTL, place, server, unique};
+use crate::support::{LIMIT, Place, Role, TTL, place, server, unique};
 use postgres::{Client, NoTls};
-use syncguard::{Finding, PgLockClient, Severity};
+use syncguard::{Finding, PgLockClient, PgLockClientBuilder, Severity};
 
 /// What a client that has yet to look at the tables finds.
 fn check(url: &str) -> Vec<Finding> {
-    let client = PgLockClient::builder().auto_create_tables(false).connect(url).unwrap();
-    client.operator().check().unwrap()
+    patient().connect(url).unwrap().operator().check().unwrap()
+}
+
+/// All of a look has to be done within the time of one operation, or some of it is not looked at.
+fn patient() -> PgLockClientBuilder {
+    PgLockClient::builder().auto_create_tables(false).operation_timeout(LIMIT)
 }
 
 fn of<'a>(findings: &'a [Finding], code: &str) -> Vec<&'a Finding> {
@@ -33,9 +37,11 @@ const OF_THE_SERVER: [&str; 4] = ["fsync", "full-page-writes", "commit-timestamp
 
 fn others(findings: &[Finding]) -> Vec<String> {
     let known = |finding: &&Finding| !OF_THE_SERVER.contains(&&*finding.code);
-    // Other tests have transactions open.
-    let elsewhere =
-        |finding: &&Finding| finding.code != "old-snapshot" && finding.code != "prepared-transaction";
+    // Other tests have transactions open, and connections.
+    let elsewhere = |finding: &&Finding| {
+        !["old-snapshot", "prepared-transaction"].contains(&&*finding.code)
+            && !finding.seen.ends_with("connections are in use")
+    };
     findings.iter().filter(known).filter(elsewhere).map(ToString::to_string).collect()
 }
 
@@ -55,7 +61,7 @@ const TRIGGER: &str =
 fn tables_of_ours_are_as_they_should_be() {
     let place = place();
     drop(place.client.lock("k").unwrap());
-    let findings = place.client.operator().check().unwrap();
+    let findings = check(&place.schema.url());
     assert_eq!(others(&findings), Vec::<String>::new());
     assert!(findings.is_sorted_by_key(|finding| std::cmp::Reverse(finding.severity)), "the worst first");
 }
@@ -169,7 +175,7 @@ fn a_role_is_told_which_rights_it_lacks_and_has_to_spare() {
     let place = place();
     let role = Role::without_rights(&place.schema);
     let run = |sql: String| place.stored.run(&sql);
-    let client = || role.connect(PgLockClient::builder().auto_create_tables(false)).unwrap();
+    let client = || role.connect(patient()).unwrap();
     // Without a right on the schema it sees nothing, and is told that.
     let findings = client().operator().check().unwrap();
     assert!(one(&findings, "tables-missing").seen.contains("may not see"), "{findings:#?}");
@@ -217,7 +223,7 @@ fn a_role_is_told_which_rights_it_lacks_and_has_to_spare() {
 fn a_role_that_may_not_see_the_schema_that_it_names_is_told_so() {
     let place = place();
     let role = Role::without_rights(&place.schema);
-    let builder = || PgLockClient::builder().auto_create_tables(false).schema(place.schema.name());
+    let builder = || patient().schema(place.schema.name());
     let findings = role.connect(builder()).unwrap().operator().check().unwrap();
     let finding = one(&findings, "rights-missing");
     assert!(finding.seen.contains("USAGE on the schema"), "{finding}");
@@ -338,7 +344,7 @@ fn defaults_of_a_role_or_a_database_that_surprise_are_found() {
         "ALTER ROLE {} IN DATABASE {database} SET default_transaction_isolation TO serializable",
         role.name()
     ));
-    let client = || role.connect(PgLockClient::builder().auto_create_tables(false)).unwrap();
+    let client = || role.connect(patient()).unwrap();
     let findings = client().operator().check().unwrap();
     let mut found = of(&findings, "session-default");
     found.sort_by(|a, b| a.seen.cmp(&b.seen));
@@ -366,7 +372,7 @@ fn fewer_connections_than_a_client_may_open_are_found() {
     let role = Role::with_tables(&place.schema);
     place.stored.run(&format!("ALTER ROLE {} CONNECTION LIMIT 9", role.name()));
     let client = |max| {
-        let builder = PgLockClient::builder().auto_create_tables(false).max_connections(max);
+        let builder = patient().max_connections(max);
         role.connect(builder).unwrap()
     };
     // One for renewals and one that listens come on top.
@@ -376,4 +382,35 @@ fn fewer_connections_than_a_client_may_open_are_found() {
     assert_eq!(finding.seen, "this client may open 10 connections, the role may have 9");
     mend(&mut place.schema.client(), finding);
     assert!(of(&client(8).operator().check().unwrap(), "connections").is_empty());
+}
+
+#[test]
+fn a_client_that_is_built_to_use_the_members_is_told_what_is_missing_of_them() {
+    let place = place();
+    let find = |role: Option<&Role>| {
+        let builder = patient().owner("me");
+        let client = match role {
+            Some(role) => role.connect(builder).unwrap(),
+            None => builder.connect(&place.schema.url()).unwrap(),
+        };
+        client.operator().check().unwrap()
+    };
+    assert!(one(&find(None), "tables-missing").seen.contains("members"));
+    let role = Role::new(&place.schema);
+    let plain = role.connect(patient()).unwrap();
+    PgLockClient::builder().owner("me").connect(&place.schema.url()).unwrap();
+    place.stored.run(&format!("GRANT ALL ON syncguard_locks, syncguard_fence_counters TO {}", role.name()));
+    assert!(
+        of(&plain.operator().check().unwrap(), "rights-missing").is_empty(),
+        "who needs none is told of none"
+    );
+    let findings = find(Some(&role));
+    let missing = one(&findings, "rights-missing");
+    assert!(missing.seen.contains("SELECT, INSERT, UPDATE, DELETE on"), "{missing}");
+    mend(&mut place.schema.client(), missing);
+    assert!(of(&find(Some(&role)), "rights-missing").is_empty());
+    place.stored.run("ALTER TABLE syncguard_members SET UNLOGGED");
+    let findings = find(None);
+    mend(&mut place.schema.client(), one(&findings, "members-unlogged"));
+    assert_eq!(others(&find(None)), Vec::<String>::new());
 }

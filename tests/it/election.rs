@@ -1,4 +1,4 @@
-//! Leader election on a real server: handoffs, crashes, restarts, lost answers, fenced terms.
+//! Leader election on a real server: handovers, crashes, restarts, lost answers, fenced terms.
 
 use std::ops::ControlFlow::{self, Break, Continue};
 use std::sync::Mutex;

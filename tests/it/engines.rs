@@ -11,7 +11,7 @@ const VERSION: &str = "pg_catalog.version()";
 const TRY: &str = "pg_catalog.pg_try_advisory_xact_lock(";
 const ISOLATION: &str = "pg_catalog.current_setting('transaction_isolation')";
 const SET_COMMIT: &str = "pg_catalog.set_config('synchronous_commit', 'on', true)";
-const READ_COMMITTED: &str = "BEGIN ISOLATION LEVEL READ COMMITTED; ROLLBACK";
+const READ_COMMITTED: &str = "BEGIN ISOLATION LEVEL READ COMMITTED";
 const XMIN: &str = "c.xmin::pg_catalog.text";
 
 const COCKROACH: (&str, &str) =
@@ -85,9 +85,11 @@ fn server() -> Server {
 }
 
 /// A proxy before the server that plays these answers.
-fn playing(server: &Server, answers: Answers) -> (Proxy, String) {
-    let proxy = Proxy::start(server.port());
-    proxy.rewrite(move |sql| answers.iter().fold(sql.to_owned(), |sql, (from, to)| sql.replace(from, to)));
+fn playing(server: &Server, answers: &[(&'static str, &'static str)]) -> (Proxy, String) {
+    let (proxy, answers) = (Proxy::start(server.port()), answers.to_vec());
+    proxy.rewrite(move |said| {
+        answers.iter().fold(said.text.to_owned(), |text, (from, to)| text.replace(from, to))
+    });
     let url = proxy.url(server.url());
     (proxy, url)
 }
@@ -134,6 +136,31 @@ fn an_engine_with_tables_in_it_is_refused_at_first_use_and_at_each_later_one() {
         refuses(name, &client.is_locked("k").unwrap_err(), said);
     }
     assert!(!holder.is_locked("k").unwrap());
+}
+
+/// An engine may lack what the first look of `check` asks for, so that this fails before the engine is known.
+#[test]
+fn a_check_names_an_engine_that_looks_like_postgresql() {
+    const LACKING: (&str, &str) =
+        ("current_setting('full_page_writes')", "current_setting('no.such_setting')");
+    let server = server();
+    drop(PgLockClient::connect(server.url()).unwrap());
+    for (name, answers, said) in ENGINES {
+        if said.contains(&"two sessions at once") {
+            continue;
+        }
+        for answers in [answers.to_vec(), [answers, &[LACKING][..]].concat()] {
+            let (_proxy, url) = playing(&server, &answers);
+            let client = PgLockClient::builder().auto_create_tables(false).connect(&url).unwrap();
+            refuses(name, &client.operator().check().unwrap_err(), said);
+        }
+    }
+    // What fails on PostgreSQL itself is said as it is.
+    let (_proxy, url) = playing(&server, &[LACKING]);
+    let client = PgLockClient::builder().auto_create_tables(false).connect(&url).unwrap();
+    let error = client.operator().check().unwrap_err();
+    assert_eq!(error.sqlstate(), Some("42704"), "{error}");
+    assert!(!error.to_string().contains("PostgreSQL server"), "{error}");
 }
 
 #[test]

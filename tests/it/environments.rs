@@ -166,8 +166,13 @@ fn builder(schema: &TestSchema) -> PgLockClientBuilder {
 
 fn prepared_schema() -> TestSchema {
     let schema = crate::support::schema();
-    PgLockClient::connect(&schema.url()).unwrap();
+    with_all_tables(&schema);
     schema
+}
+
+/// The two tables and the optional one, so that readers and owners are proved, too.
+fn with_all_tables(schema: &TestSchema) {
+    PgLockClient::builder().create_members_table(true).connect(&schema.url()).unwrap();
 }
 
 /// The whole contract, and what it does not ask. Whether session locks work here, too, or are refused.
@@ -188,7 +193,7 @@ fn prove(client: &PgLockClient, schema: &TestSchema, session_locks: bool, what: 
     assert!(operator.counts().unwrap().live >= 1, "{what}");
     let held = operator.holders_raw(1000).unwrap();
     assert!(held.iter().any(|held| held.key == KEY), "{what}");
-    assert_eq!(operator.waiters(KEY).unwrap().len(), 0, "{what}");
+    assert_eq!(operator.blocked(KEY).unwrap().len(), 0, "{what}");
     let fence = guard.fence();
     guard.release().unwrap();
     assert!(plain.try_lock(KEY).unwrap().expect("it is free again").fence() > fence, "{what}");
@@ -279,7 +284,7 @@ const OF_A_DATABASE: &[(&str, &str)] = &[
 fn nothing_that_a_database_sets_changes_an_answer() {
     let server = Server::start(&Config::new());
     let schema = server.schema();
-    PgLockClient::connect(&schema.url()).unwrap();
+    with_all_tables(&schema);
     let role = Role::new(&schema);
     let mut admin = schema.client();
     let grant = format!("GRANT ALL ON ALL TABLES IN SCHEMA {} TO {}", schema.name(), role.name());

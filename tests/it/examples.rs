@@ -105,11 +105,11 @@ fn quickstart(schema: &TestSchema, args: &[&str]) -> String {
     said
 }
 
-/// What a demonstration prints where nobody looks at colours, on a terminal of 80 columns.
-fn is_plain_and_fits(said: &str) {
+/// What a demonstration prints where nobody looks at colours, on a terminal of so many columns.
+fn is_plain_and_fits(said: &str, columns: usize) {
     assert!(!said.contains('\x1b'), "no colours in a pipe");
     for line in said.lines() {
-        assert!(line.chars().count() <= 80, "{line}");
+        assert!(line.chars().count() <= columns, "{line}");
     }
 }
 
@@ -118,11 +118,11 @@ fn quickstart_loses_no_update_though_a_holder_is_killed() {
     let schema = crate::support::schema();
     let said = quickstart(&schema, &["--ttl", "1", "--rounds", "3"]);
     assert!(said.ends_with("No update was lost.\n"), "{said}");
-    assert!(said.contains("KILLED while it holds the lock") && said.contains("TAKE-OVER"), "{said}");
+    assert!(said.contains("KILLED while it holds the lock") && said.contains("TAKEOVER"), "{said}");
     // Three processes do three rounds, the killed one does one.
     assert!(said.contains("reported as done: 10. Balance: 10."), "{said}");
     assert!(said.contains("11 grants, from 1 to 11, each above the one before"), "{said}");
-    is_plain_and_fits(&said);
+    is_plain_and_fits(&said, 80);
 }
 
 #[test]
@@ -134,10 +134,51 @@ fn quickstart_without_the_lock_loses_updates() {
 }
 
 #[test]
-fn quickstart_says_what_to_do_without_an_address() {
-    let output = example("quickstart", "").output().expect("it runs");
-    assert_eq!(output.status.code(), Some(2));
-    assert!(text(&output.stderr).contains("scripts/demo"), "{}", text(&output.stderr));
+fn lines_wrap_at_the_width_that_is_told_with_as_many_processes_as_there_may_be() {
+    let schema = crate::support::schema();
+    let args = ["--ttl", "1", "--rounds", "2", "--workers", "8"];
+    for columns in [80, 54] {
+        let mut command = example("quickstart", &schema.url());
+        let output = command.args(args).env("COLUMNS", columns.to_string()).output().expect("it runs");
+        let said = text(&output.stdout);
+        assert!(output.status.success() && said.ends_with("No update was lost.\n"), "{said}");
+        is_plain_and_fits(&said, columns);
+        // As wide as there is room: the last process has its label and all of its cells.
+        let drawn =
+            said.lines().filter(|line| line.starts_with("  process 1  ")).map(|line| line.chars().count());
+        assert_eq!(drawn.max(), Some(columns), "{said}");
+    }
+}
+
+#[test]
+fn a_verdict_has_its_colour_where_colours_are_wanted() {
+    let good = "\x1b[1;32mNo update was lost.\x1b[0m";
+    let schema = crate::support::schema();
+    for (variables, coloured) in [
+        (vec![("CLICOLOR_FORCE", "1")], true),
+        (vec![("CLICOLOR_FORCE", "1"), ("NO_COLOR", "1")], false),
+        (vec![("CLICOLOR_FORCE", ""), ("NO_COLOR", "")], false),
+    ] {
+        let mut command = example("quickstart", &schema.url());
+        let output = command.args(["--ttl", "1", "--rounds", "2"]).envs(variables).output().expect("it runs");
+        let said = text(&output.stdout);
+        assert_eq!((said.contains(good), said.contains('\x1b')), (coloured, coloured), "{said}");
+    }
+    let mut command = example("quickstart", &schema.url());
+    let output = command.arg("--without-lock").env("CLICOLOR_FORCE", "1").output().expect("it runs");
+    assert!(text(&output.stdout).contains("\x1b[1;31mLOST UPDATES: "), "{}", text(&output.stdout));
+}
+
+#[test]
+fn demonstrations_say_what_to_do_without_an_address_and_with_what_they_do_not_know() {
+    for name in ["quickstart", "election", "once", "readers", "late_writer"] {
+        let output = example(name, "").output().expect("it runs");
+        let said = text(&output.stderr);
+        assert!(output.status.code() == Some(2) && said.contains("scripts/demo"), "{name}: {said}");
+        let output = example(name, "postgresql://nowhere").arg("--nonsense").output().expect("it runs");
+        let said = text(&output.stderr);
+        assert!(output.status.code() == Some(2) && said.contains("see --help"), "{name}: {said}");
+    }
 }
 
 // ---- election
@@ -150,7 +191,7 @@ fn election_hands_over_and_survives_a_kill() {
     assert!(said.contains("steps down") && said.contains("KILLED while it leads"), "{said}");
     assert!(said.contains("Terms: 4, each above the one before."), "{said}");
     assert!(said.ends_with("The server named each leader: yes.\n"), "{said}");
-    is_plain_and_fits(&said);
+    is_plain_and_fits(&said, 80);
 }
 
 // ---- once
@@ -159,7 +200,7 @@ fn once(args: &[&str]) -> String {
     let output = example("once", &crate::support::schema().url()).args(args).output().expect("it runs");
     let said = text(&output.stdout);
     assert!(output.status.success(), "{said}\n{}", text(&output.stderr));
-    is_plain_and_fits(&said);
+    is_plain_and_fits(&said, 80);
     said
 }
 
@@ -189,11 +230,45 @@ fn the_demonstrations_are_listed_and_each_says_how_it_is_run() {
     let output = Command::new(demo).arg("--help").output().expect("it runs");
     let listed = text(&output.stdout);
     assert!(output.status.success(), "{listed}");
-    for (name, example_name) in [("[OPTIONS]", "quickstart"), ("election", "election"), ("once", "once")] {
+    let demonstrations = [
+        ("[OPTIONS]", "quickstart"),
+        ("election", "election"),
+        ("once", "once"),
+        ("readers", "readers"),
+        ("late_writer", "late_writer"),
+    ];
+    for (name, example_name) in demonstrations {
         assert!(listed.contains(&format!("scripts/demo {name} ")), "{listed}");
         let output = example(example_name, "").arg("--help").output().expect("it runs");
         assert!(output.status.success() && text(&output.stdout).contains("scripts/demo"), "{example_name}");
     }
+}
+
+// ---- readers
+
+fn readers(args: &[&str]) -> String {
+    let output = example("readers", &crate::support::schema().url()).args(args).output().expect("it runs");
+    let said = text(&output.stdout);
+    assert!(output.status.success(), "{said}\n{}", text(&output.stderr));
+    is_plain_and_fits(&said, 80);
+    said
+}
+
+#[test]
+fn readers_read_together_and_the_writer_is_alone_though_a_reader_is_killed() {
+    let said = readers(&[]);
+    assert!(said.contains("reads, 2 at a time") && said.contains("writes, alone"), "{said}");
+    assert!(said.contains("KILLED while it reads") && said.contains("the dead lease is over"), "{said}");
+    assert!(said.contains("The writer was alone each time: yes.\n"), "{said}");
+    assert!(said.ends_with("Reads of prices that were half changed: 0.\n"), "{said}");
+}
+
+#[test]
+fn without_a_lock_readers_see_prices_that_are_half_changed() {
+    let said = readers(&["--without-lock"]);
+    let torn = said.split_once("HALF CHANGED: ").and_then(|(_, rest)| rest.split_once(" of "));
+    let torn: u32 = torn.and_then(|(torn, _)| torn.parse().ok()).expect("it says how many reads");
+    assert!(torn > 0, "{said}");
 }
 
 // ---- late_writer

@@ -252,7 +252,7 @@ fn holders_parts(stage: &Stage) -> Vec<Part<'_>> {
     ));
     parts.push(("holders", Box::new(|client| client.operator().holders(10).map(drop))));
     parts.push(("counts", Box::new(|client| client.operator().counts().map(drop))));
-    parts.push(("waiters", Box::new(|client| client.operator().waiters("k").map(drop))));
+    parts.push(("waiters", Box::new(|client| client.operator().blocked("k").map(drop))));
     parts.push((
         "break",
         Box::new(move |client| {
@@ -366,7 +366,7 @@ fn a_monitor_needs_exactly_its_rights_and_sees_no_lock_id() {
     let mut parts: Vec<Part<'_>> = vec![
         ("is_locked", Box::new(|client| client.is_locked("k").map(drop))),
         ("counts", Box::new(|client| client.operator().counts().map(drop))),
-        ("waiters", Box::new(|client| client.operator().waiters("k").map(drop))),
+        ("waiters", Box::new(|client| client.operator().blocked("k").map(drop))),
     ];
     // SQL for graphs.
     parts.push((

@@ -135,13 +135,15 @@ fn with_every_connection_taken_two_hundred_guards_are_still_renewed() {
 
 #[test]
 fn a_lease_is_trusted_from_before_the_request_and_not_from_the_answer() {
+    // A key of its own: its queue is that of the whole database.
     let schema = crate::support::schema();
     let app = format!("slow-{}", schema.name());
     let client = leases::connect(PgLockClient::builder(), &leases::named(&schema.url(), &app));
     let (mut observer, mut blocker) = (schema.client(), schema.client());
-    blocker.batch_execute("BEGIN; SELECT pg_advisory_xact_lock(hashtext('k'))").unwrap();
+    blocker.batch_execute("BEGIN; SELECT pg_advisory_xact_lock(hashtext('answered slowly'))").unwrap();
     thread::scope(|scope| {
-        let locking = scope.spawn(|| client.lock_with("k", &LockOptions::new().heartbeat(Heartbeat::Off)));
+        let locking = scope
+            .spawn(|| client.lock_with("answered slowly", &LockOptions::new().heartbeat(Heartbeat::Off)));
         wait_until_app_waits(&mut observer, &app);
         let waits_since = Instant::now();
         let now = leases::server_now_ms(&mut observer);
@@ -160,17 +162,17 @@ fn a_grant_that_waited_for_most_of_its_ttl_is_extended_before_it_is_handed_out()
     let app = format!("late-{}", schema.name());
     let client = leases::connect(PgLockClient::builder(), &leases::named(&schema.url(), &app));
     let (mut observer, mut blocker) = (schema.client(), schema.client());
-    blocker.batch_execute("BEGIN; SELECT pg_advisory_xact_lock(hashtext('k'))").unwrap();
+    blocker.batch_execute("BEGIN; SELECT pg_advisory_xact_lock(hashtext('granted late'))").unwrap();
     thread::scope(|scope| {
         let options = LockOptions::new().ttl(ms(1500)).heartbeat(Heartbeat::Off);
-        let locking = scope.spawn(move || client.lock_with("k", &options));
+        let locking = scope.spawn(move || client.lock_with("granted late", &options));
         wait_until_app_waits(&mut observer, &app);
         let now = leases::server_now_ms(&mut observer);
         until_server_time(&mut observer, now + 1600);
         blocker.batch_execute("ROLLBACK").unwrap();
         let guard = locking.join().unwrap().unwrap();
         assert!(guard.is_held(), "no guard is handed out that is not held");
-        let row = row(&mut observer, "k").unwrap();
+        let row = row(&mut observer, "granted late").unwrap();
         assert!(row.expires_at_ms > row.acquired_at_ms + 1500, "it was extended");
     });
 }

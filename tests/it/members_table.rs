@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use crate::support::{Role, TestSchema, schema};
-use syncguard::{ErrorCode, PgLockClient, PgLockClientBuilder};
+use syncguard::{ErrorCode, LockOptions, PgLockClient, PgLockClientBuilder, ReleaseResult};
 
 fn builder() -> PgLockClientBuilder {
     PgLockClient::builder().create_members_table(true)
@@ -108,6 +108,33 @@ fn it_is_named_after_the_table_of_the_leases_and_lies_beside_it() {
     let url = format!("{}%2Cpublic", schema.url());
     builder().schema(schema.name()).connect(&url).unwrap();
     assert!(tables(&schema).contains(&"syncguard_members".to_owned()));
+}
+
+#[test]
+fn one_that_is_dropped_while_clients_run_is_made_again_by_set_up() {
+    let schema = schema();
+    let client = PgLockClient::connect(&schema.url()).unwrap();
+    let noted = LockOptions::new().note("x");
+    let fair = LockOptions::new().fair(true);
+    let held = client.lock_with("held", &noted).unwrap();
+    client.lock_with("till", &fair).unwrap().release().unwrap();
+    schema.client().batch_execute("DROP TABLE syncguard_members").unwrap();
+    let operator = client.operator();
+    let holders = operator.holders(10).unwrap();
+    assert_eq!((holders.len(), holders[0].fence, holders[0].note.as_deref()), (1, held.fence(), None));
+    assert_eq!(operator.waiters(10).unwrap(), []);
+    assert_eq!(operator.cleanup_expired(10).unwrap(), 0);
+    for error in [client.lock_with("till", &fair).err(), client.try_read_lock("till").err()] {
+        assert_eq!(error.unwrap().sqlstate(), Some("42P01"));
+    }
+    assert_eq!(held.release().unwrap(), ReleaseResult::Released);
+    client.setup_schema().unwrap();
+    assert_eq!(indexes(&schema, "syncguard_members"), INDEXES);
+    client.lock_with("till", &fair).unwrap().release().unwrap();
+    client.read_lock("till").unwrap().release().unwrap();
+    let held = client.lock_with("held", &noted).unwrap();
+    assert_eq!(operator.holders(10).unwrap()[0].note.as_deref(), Some("x"));
+    held.release().unwrap();
 }
 
 #[test]

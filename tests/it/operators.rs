@@ -76,7 +76,7 @@ fn waiters_are_the_sessions_that_are_stuck_over_a_key_and_whom_they_wait_for() {
     }
     let operator = place.client.operator();
     for (key, name) in [&key, &other].into_iter().zip(&names) {
-        let waiters = operator.waiters(key).unwrap();
+        let waiters = operator.blocked(key).unwrap();
         assert_eq!(waiters.len(), 1, "{waiters:?}");
         assert_eq!(
             (&waiters[0].application_name, waiters[0].blocked_by.as_slice()),
@@ -84,13 +84,13 @@ fn waiters_are_the_sessions_that_are_stuck_over_a_key_and_whom_they_wait_for() {
         );
         assert!(waiters[0].waiting_ms >= 0 && waiters[0].pid != pid);
     }
-    assert_eq!(operator.waiters(&place.key("c")).unwrap(), []);
+    assert_eq!(operator.blocked(&place.key("c")).unwrap(), []);
     // A lock of two integers that looks alike is another lock.
     holder.batch_execute("COMMIT").unwrap();
     for call in calls {
         assert!(call.join().unwrap().acquired().is_some());
     }
-    assert_eq!(operator.waiters(&key).unwrap(), []);
+    assert_eq!(operator.blocked(&key).unwrap(), []);
 
     // One that is through the queue and waits for the row of a lease that is over.
     let row = place.key("row");
@@ -104,12 +104,12 @@ fn waiters_are_the_sessions_that_are_stuck_over_a_key_and_whom_they_wait_for() {
         Call::start(&name, move || client.acquire(&key, TTL))
     };
     call.wait_until_blocked(&place.stored);
-    let waiters = operator.waiters(&row).unwrap();
+    let waiters = operator.blocked(&row).unwrap();
     assert_eq!(waiters.len(), 1, "{waiters:?}");
     assert_eq!((&waiters[0].application_name, waiters[0].blocked_by.as_slice()), (&name, [pid].as_slice()));
     holder.batch_execute("COMMIT").unwrap();
     assert!(call.join().unwrap().acquired().is_some());
-    assert_eq!(operator.waiters(&row).unwrap(), []);
+    assert_eq!(operator.blocked(&row).unwrap(), []);
 }
 
 #[test]

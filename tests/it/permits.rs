@@ -395,13 +395,18 @@ fn a_trigger_that_swallows_a_change_is_an_error_and_no_answer() {
             "CREATE OR REPLACE FUNCTION swallow() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN {body}; END $$;"
         )
     };
-    for (body, on) in [
-        ("RETURN NULL", "BEFORE INSERT ON syncguard_locks"),
-        ("RETURN OLD", "BEFORE UPDATE ON syncguard_fence_counters"),
+    for (body, on, dead) in [
+        ("RETURN NULL", "BEFORE INSERT ON syncguard_locks", false),
+        ("RETURN OLD", "BEFORE UPDATE ON syncguard_fence_counters", false),
+        ("RETURN NULL", "BEFORE UPDATE ON syncguard_locks", true),
+        ("RETURN OLD", "BEFORE UPDATE ON syncguard_locks", true),
     ] {
         let place = place();
         let name = place.key("reports");
         drop(place.client.semaphore(&name, 1).unwrap().acquire().unwrap());
+        if dead {
+            place.stored.write(&permit(&name, 1), &id("dead"), -5_000, 1);
+        }
         let before = rows(&place);
         place.stored.run(&format!(
             "{} CREATE TRIGGER t {on} FOR EACH ROW EXECUTE FUNCTION swallow()",

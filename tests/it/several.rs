@@ -10,7 +10,7 @@ use crate::support::listeners::patient;
 use crate::support::{Action, Call, LIMIT, Place, Proxy, TTL, id, place, together, wait_until};
 use postgres::NoTls;
 use r2d2_postgres::PostgresConnectionManager;
-use syncguard::backend::{AttemptAll, GrantAll, LockBackend};
+use syncguard::backend::{AttemptAll, Grant, GrantAll, LockBackend};
 use syncguard::{ErrorCode, ExtendResult, LockOptions, LostReason, MultiGuard, PgLockClient, ReleaseResult};
 
 /// Keys that no other test uses.
@@ -302,6 +302,77 @@ fn sets_work_on_a_callers_pool() {
         assert_eq!(guard.release().unwrap(), ReleaseResult::Released);
     }
     assert_eq!(place.stored.counter(&keys[0]), Some(20));
+}
+
+/// Between the look that finds all of its rows and their confirmation somebody else may come.
+#[test]
+fn a_set_that_is_asked_for_again_is_granted_only_while_all_its_rows_live() {
+    let place = place();
+    let keys = keys(&place, 3);
+    let proxy = Proxy::start(crate::support::server().port());
+    let builder = PgLockClient::builder().auto_create_tables(false);
+    let client = leases::connect(builder, &named(&proxy.url(&place.schema.url()), "asks-again"));
+    drop(client.lock_all(&keys).unwrap());
+    let ids = ["part-a", "part-b", "part-c"].map(id);
+    let leases: Vec<(&str, &str)> =
+        keys.iter().zip(&ids).map(|(key, id)| (key.as_str(), id.as_str())).collect();
+    for (change, granted) in [
+        ("user_key = user_key", true),
+        ("expires_at_ms = 0", false),
+        ("lock_id = 'BBBBBBBBBBBBBBBBBBBBBA'", false),
+        ("key = key || '-other'", false),
+    ] {
+        place.stored.run("DELETE FROM syncguard_locks");
+        let deadline = place.client.clock().now().after(LIMIT);
+        let attempt = AttemptAll::new(&leases, TTL, deadline);
+        let ask = || client.grant_all(&attempt, &token(false)).unwrap();
+        let GrantAll::Granted(first) = ask() else { panic!("all are free") };
+        let sql = format!("UPDATE syncguard_locks SET {change} WHERE key = '{}'", keys[1]);
+        let mut other = place.schema.client();
+        proxy.on_query(move |said| {
+            if said.contains("EXECUTE sg_set_confirm") {
+                other.batch_execute(&sql).unwrap();
+            }
+            Action::Pass
+        });
+        match ask() {
+            GrantAll::Granted(again) => {
+                assert!(granted, "{change}");
+                let leases = |all: &[Grant]| all.iter().map(|one| one.acquired.clone()).collect::<Vec<_>>();
+                assert_eq!(leases(&again), leases(&first), "{change}");
+            }
+            GrantAll::Held { index, .. } => assert_eq!((granted, index), (false, 1), "{change}"),
+            other => panic!("{change}: {other:?}"),
+        }
+        proxy.pass_all();
+    }
+}
+
+#[test]
+fn a_trigger_that_swallows_one_row_is_an_error_for_the_whole_set() {
+    let place = place();
+    let keys = keys(&place, 3);
+    drop(place.client.lock_all(&keys).unwrap());
+    for (event, body) in [("INSERT", "RETURN NULL"), ("UPDATE", "RETURN NULL"), ("UPDATE", "RETURN OLD")] {
+        if event == "UPDATE" {
+            place.stored.write(&keys[1], &id("dead"), -5_000, 1);
+        }
+        place.stored.run(&format!(
+            "CREATE OR REPLACE FUNCTION swallow() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN \
+               IF NEW.key = '{}' THEN {body}; END IF; RETURN NEW; END $$; \
+             CREATE TRIGGER swallow BEFORE {event} ON syncguard_locks FOR EACH ROW EXECUTE FUNCTION swallow()",
+            keys[1]
+        ));
+        let counters = || keys.iter().map(|key| place.stored.counter(key)).collect::<Vec<_>>();
+        let before = counters();
+        for two in FORMS {
+            let error = place.client.cancellable(&token(two)).try_lock_all(&keys).unwrap_err();
+            assert_eq!((error.code(), error.is_outcome_unknown()), (ErrorCode::Internal, false), "{error:?}");
+            assert_eq!(counters(), before, "no fence is burnt");
+            assert!(place.stored.row(&keys[0]).is_none() && place.stored.row(&keys[2]).is_none());
+        }
+        place.stored.run("DROP TRIGGER swallow ON syncguard_locks");
+    }
 }
 
 /// Its fences would be granted a second time.

@@ -9,10 +9,13 @@ use std::time::Duration;
 
 use crate::support::calls::{FORMS, token};
 use crate::support::{Place, TTL, id, place};
-use syncguard::backend::{Attempt, Clock, ReleaseOutcome, Renewal};
-use syncguard::{ErrorCode, LockBackend, LockError, LockOptions};
+use syncguard::backend::{
+    Attempt, Clock, Reason, ReleaseOutcome, Renewal, SharedAttempt, generate_shared_lock_id,
+};
+use syncguard::{ErrorCode, Heartbeat, LockBackend, LockError, LockOptions};
 
 const LOCKS: &str = "syncguard_locks";
+const MEMBERS: &str = "syncguard_members";
 const COUNTERS: &str = "syncguard_fence_counters";
 
 impl Trigger<'_> {
@@ -191,4 +194,117 @@ fn an_extend_or_renewal_that_is_swallowed_is_an_error_and_the_lease_keeps_its_en
             place.client.release(&grant.lock_id).unwrap();
         }
     }
+}
+
+/// Where the group keeps its end and the member does not, a reader would trust a lease that a writer takes over.
+#[test]
+fn a_renewal_of_a_reader_that_is_swallowed_is_an_error_and_the_member_keeps_its_end() {
+    let place = place();
+    let options = LockOptions::new().ttl(TTL).heartbeat(Heartbeat::Off);
+    let lease = place.client.read_lock_with("k", &options).unwrap().leak();
+    let ends =
+        "SELECT m.expires_at_ms, l.expires_at_ms FROM syncguard_members AS m CROSS JOIN syncguard_locks AS l";
+    let ends = || {
+        let row = place.stored.one(ends, &[]);
+        (row.get::<_, i64>(0), row.get::<_, i64>(1))
+    };
+    let before = ends();
+    for (table, body) in
+        [(LOCKS, "RETURN NULL"), (LOCKS, "RETURN OLD"), (MEMBERS, "RETURN NULL"), (MEMBERS, "RETURN OLD")]
+    {
+        let trigger = Trigger::new(&place, table, "UPDATE", body);
+        let renewal = Renewal::new("k", &lease.lock_id, lease.fence, TTL * 2).of_reader();
+        let deadline = Clock::system().now().after(crate::support::LIMIT);
+        let answer = LockBackend::renew(&place.client, &[renewal], deadline).remove(0);
+        says_what_is_in_the_way(answer);
+        drop(trigger);
+        let (member, group) = ends();
+        assert_eq!(member, before.0, "{table}, {body}");
+        assert!(group == before.1 || table == MEMBERS, "{table}, {body}");
+    }
+}
+
+/// Whoever was told of a grant has all of it, and whoever was not has burnt no fence.
+#[test]
+fn a_reader_of_whom_something_is_swallowed_is_an_error_and_leaves_nothing() {
+    let place = place();
+    place.client.read_lock("warm").unwrap().release().unwrap();
+    let deadline = Clock::system().now().after(crate::support::LIMIT);
+    for two_messages in FORMS {
+        for (table, event, body, stands) in [
+            (LOCKS, "INSERT", "RETURN NULL", "nothing"),
+            (COUNTERS, "INSERT OR UPDATE", "RETURN NULL", "nothing"),
+            (COUNTERS, "UPDATE", "RETURN OLD", "nothing"),
+            (MEMBERS, "INSERT", "RETURN NULL", "nothing"),
+            (LOCKS, "UPDATE", "RETURN OLD", "a group"),
+            (MEMBERS, "INSERT", "RETURN NULL", "a group"),
+            (MEMBERS, "UPDATE", "RETURN NULL", "a group"),
+            (MEMBERS, "UPDATE", "RETURN OLD", "a group"),
+            (LOCKS, "UPDATE", "RETURN NULL", "a dead lease"),
+            (LOCKS, "UPDATE", "RETURN OLD", "a dead lease"),
+            (COUNTERS, "UPDATE", "RETURN OLD", "a dead lease"),
+        ] {
+            place.stored.run("DELETE FROM syncguard_members; DELETE FROM syncguard_locks");
+            place.client.read_lock("k").unwrap().release().unwrap();
+            let lock_id = generate_shared_lock_id().unwrap();
+            if stands == "a dead lease" {
+                place.stored.write("k", &id("dead"), -5_000, 3);
+            }
+            if stands == "a group" {
+                let options = LockOptions::new().ttl(TTL).heartbeat(Heartbeat::Off);
+                let _ = place.client.read_lock_with("k", &options).unwrap().leak();
+            }
+            if event == "UPDATE" && table == MEMBERS {
+                // Of an earlier group, as a late copy finds it.
+                place.stored.run(&format!(
+                    "INSERT INTO syncguard_members (lock_id, key, role, since_ms, expires_at_ms, fence) \
+                     VALUES ('{lock_id}', 'k', 's', 0, 0, '000000000000000')"
+                ));
+            }
+            let (row, counter) = (place.stored.row("k"), place.stored.counter("k"));
+            let trigger = Trigger::new(&place, table, event, body);
+            let attempt =
+                SharedAttempt::new(Attempt::new("k", &lock_id, TTL * 100, deadline), Duration::ZERO);
+            says_what_is_in_the_way(place.client.grant_shared(&attempt, &token(two_messages)));
+            drop(trigger);
+            assert_eq!(place.stored.row("k"), row, "{table}, {event}, {body}");
+            assert_eq!(place.stored.counter("k"), counter, "{table}, {event}, {body}");
+        }
+    }
+}
+
+#[test]
+fn the_release_of_a_reader_that_stays_is_an_error_unless_it_was_over() {
+    let place = place();
+    let options = LockOptions::new().ttl(TTL).heartbeat(Heartbeat::Off);
+    let _other = place.client.read_lock_with("k", &options).unwrap();
+    let lease = place.client.read_lock_with("k", &options).unwrap().leak();
+    let trigger = Trigger::new(&place, MEMBERS, "DELETE", "RETURN NULL");
+    for two_messages in FORMS {
+        let release = || LockBackend::release(&place.client, &lease.lock_id, &token(two_messages));
+        place.stored.run("UPDATE syncguard_members SET expires_at_ms = expires_at_ms + 1");
+        says_what_is_in_the_way(release());
+        let over =
+            format!("UPDATE syncguard_members SET expires_at_ms = 0 WHERE lock_id = '{}'", lease.lock_id);
+        place.stored.run(&over);
+        assert_eq!(release().unwrap(), ReleaseOutcome::NotHeld(Some(Reason::Expired)));
+        place.stored.run(&over.replace("= 0", "= 9000000000000"));
+    }
+    drop(trigger);
+}
+
+#[test]
+fn the_release_of_the_last_reader_is_an_error_where_the_group_stays() {
+    let place = place();
+    let options = LockOptions::new().ttl(TTL).heartbeat(Heartbeat::Off);
+    let lease = place.client.read_lock_with("k", &options).unwrap().leak();
+    let trigger = Trigger::new(&place, LOCKS, "DELETE", "RETURN NULL");
+    for two_messages in FORMS {
+        let answer = LockBackend::release(&place.client, &lease.lock_id, &token(two_messages));
+        says_what_is_in_the_way(answer);
+    }
+    drop(trigger);
+    let answer = LockBackend::release(&place.client, &lease.lock_id, &token(false)).unwrap();
+    assert_eq!(answer, ReleaseOutcome::Released);
+    assert!(place.stored.row("k").is_none());
 }

@@ -32,6 +32,7 @@ mod source;
 mod state;
 mod statements;
 mod tables;
+mod tickets;
 
 use std::io::Write as _;
 

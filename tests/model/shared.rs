@@ -32,8 +32,16 @@ struct Cut {
     counts_dead: bool,
     /// leaves the group's end where it is,
     leaves_end: bool,
-    /// and the dead where they are.
+    /// and the dead where they are. It
     keeps_dead: bool,
+    /// ends a group that came after it looked for one to lock,
+    ends_unheld: bool,
+    /// and deletes its member whatever became of that.
+    deletes_any_fence: bool,
+    /// A lease that is shortened leaves the group as it is,
+    trims_none: bool,
+    /// or lets it end with the members that its own snapshot shows.
+    trims_in_one: bool,
     /// Readers pass every intent,
     no_yield: bool,
     /// or yield to the newer ones, too.
@@ -60,6 +68,8 @@ struct Config {
     /// The ttl of each reader: they may differ.
     ttls: [i8; READERS],
     renewals: u8,
+    /// Extends by less than what is left.
+    shortenings: u8,
     deaths: u8,
     breaks: u8,
     /// Messages that are carried out a second time, whenever.
@@ -71,6 +81,9 @@ const WRITER: usize = READERS;
 /// By how much a group may last longer than its members.
 const SLACK: i8 = 1;
 const TTL: i8 = 1;
+const SHORT: i8 = 1;
+/// Long before anything begins.
+const OVER: i8 = -9;
 const TXS: usize = 4;
 
 const TWO_KINDS: &str = "1: a reader and a writer trust their leases at once";
@@ -123,6 +136,10 @@ enum Kind {
     Leave,
     /// Of all readers that hold.
     Renew,
+    /// Of one, to a ttl of [`SHORT`].
+    Shorten,
+    /// After it.
+    Trim,
     Acquire,
     Release,
     Withdraw,
@@ -179,6 +196,8 @@ struct Client {
     left: u8,
     /// How often it asks once more.
     asks: u8,
+    /// Its lock was broken: it hears of that at its next renewal.
+    broken: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -188,10 +207,10 @@ struct State {
     txs: [Option<Tx>; TXS],
     clients: [Client; READERS + 1],
     renewals: u8,
+    shortenings: u8,
     deaths: u8,
     breaks: u8,
     copies: u8,
-    broken: bool,
     /// The newest fence of a writer.
     written: u8,
 }
@@ -205,14 +224,12 @@ impl State {
         self.txs.iter().enumerate().any(|(other, tx)| other != at && tx.is_some_and(|tx| tx.locks))
     }
 
-    fn send(&mut self, config: &Config, kind: Kind, client: usize) -> bool {
+    fn send(&mut self, kind: Kind, client: usize) -> bool {
         let (now, from) = (self.now, self.clients[client]);
         let fences = [0, 1].map(|at| if self.holds(at) { self.clients[at].fence } else { 0 });
         let client = u8::try_from(client).expect("few clients");
-        let tx =
-            Tx { kind, client, sent: now, since: from.since, fence: from.fence, fences, ..Tx::default() };
-        let _ = config;
-        self.put(tx)
+        let (since, fence) = (from.since, from.fence);
+        self.put(Tx { kind, client, sent: now, since, fence, fences, ..Tx::default() })
     }
 
     fn put(&mut self, tx: Tx) -> bool {
@@ -229,7 +246,7 @@ impl State {
 }
 
 impl Config {
-    fn begin(&self, state: &State, out: &mut Vec<(String, State)>) {
+    fn begin(state: &State, out: &mut Vec<(String, State)>) {
         for at in 0..=READERS {
             let client = state.clients[at];
             let writes = at == WRITER;
@@ -239,7 +256,7 @@ impl Config {
             let mut next = *state;
             let mut begin = |what: &str, kind: Kind, phase: Phase, mut next: State| {
                 next.clients[at].phase = phase;
-                if next.send(self, kind, at) {
+                if next.send(kind, at) {
                     out.push((format!("{at} {what}"), next));
                 }
             };
@@ -261,14 +278,22 @@ impl Config {
         }
     }
 
-    fn calamities(&self, state: &State, out: &mut Vec<(String, State)>) {
+    fn calamities(state: &State, out: &mut Vec<(String, State)>) {
         if state.renewals > 0 && (0..READERS).any(|at| state.holds(at)) {
             let mut next = State { renewals: state.renewals - 1, ..*state };
-            if next.send(self, Kind::Renew, 0) {
+            if next.send(Kind::Renew, 0) {
                 for slot in next.txs.iter_mut().flatten().filter(|tx| tx.kind == Kind::Renew) {
                     slot.given_up = true; // No client waits for it alone.
                 }
                 out.push(("a renewal of all".into(), next));
+            }
+        }
+        for at in (0..READERS).filter(|at| state.shortenings > 0 && state.holds(*at) && !state.has_tx(*at)) {
+            let mut next = State { shortenings: state.shortenings - 1, ..*state };
+            if next.send(Kind::Shorten, at) {
+                // Whatever becomes of the message: it may be carried out.
+                next.clients[at].deadline = next.clients[at].deadline.min(state.now + SHORT);
+                out.push((format!("{at} shortens its lease"), next));
             }
         }
         if state.deaths > 0 {
@@ -285,9 +310,10 @@ impl Config {
             }
         }
         if state.breaks > 0 && state.db.row.is_some() && !state.txs.iter().flatten().any(|tx| tx.locks) {
-            let mut next = State { breaks: state.breaks - 1, broken: true, ..*state };
+            let mut next = State { breaks: state.breaks - 1, ..*state };
             next.db.row = None;
             next.db.counter += 1;
+            next.clients.iter_mut().for_each(|client| client.broken = true);
             out.push(("the lock is broken".into(), next));
         }
         if state.copies > 0 {
@@ -304,11 +330,10 @@ impl Config {
         let row = state.db.row;
         for at in (0..READERS).filter(|at| state.holds(*at)) {
             let client = state.clients[at];
-            // Whoever is broken hears of it at its next renewal.
-            if state.broken {
+            if client.broken {
                 continue;
             }
-            if state.holds(WRITER) {
+            if state.holds(WRITER) && !state.clients[WRITER].broken {
                 return Some(TWO_KINDS);
             }
             let member = state.db.members[at];
@@ -339,8 +364,8 @@ impl Config {
             return Some(INTENT);
         }
         // A writer's fence is above those of all readers before it.
-        let newest = state.clients[WRITER].fence >= state.db.counter || state.broken;
-        if state.holds(WRITER) && !newest {
+        let writer = state.clients[WRITER];
+        if state.holds(WRITER) && !writer.broken && writer.fence < state.db.counter {
             return Some(FENCES);
         }
         None
@@ -358,10 +383,10 @@ impl Model for Config {
             txs: [None; TXS],
             clients: [client(self.joins), client(self.joins), client(self.acquires)],
             renewals: self.renewals,
+            shortenings: self.shortenings,
             deaths: self.deaths,
             breaks: self.breaks,
             copies: self.copies,
-            broken: false,
             written: 0,
         }
     }
@@ -371,8 +396,8 @@ impl Model for Config {
         if state.now < self.until {
             found.push(("tick".into(), State { now: state.now + 1, ..*state }));
         }
-        self.begin(state, &mut found);
-        self.calamities(state, &mut found);
+        Self::begin(state, &mut found);
+        Self::calamities(state, &mut found);
         let event = |(label, state): (String, State), fault| Event {
             client: None,
             id: 0,
@@ -397,9 +422,14 @@ impl Model for Config {
             if matches!(tx.pc, Pc::Commit) {
                 tx.seen = None;
             }
-            if let (Kind::Join, Some(seen)) = (tx.kind, &mut tx.seen) {
+            let alone = self.cut.leave_in_one || self.cut.leave_unlocked || tx.pc == Pc::Again;
+            let waits = matches!(tx.kind, Kind::Join | Kind::Trim)
+                || tx.kind == Kind::Leave && !alone
+                || tx.kind == Kind::Shorten && !self.cut.trims_in_one;
+            if let (true, Some(seen)) = (waits, &mut tx.seen) {
                 // The row that it waits for, and the intent that it saw.
-                *seen = Database { row: seen.row, intent: seen.intent, ..Database::default() };
+                let intent = seen.intent.filter(|_| tx.kind == Kind::Join);
+                *seen = Database { row: seen.row, intent, ..Database::default() };
                 if let Some(row) = &mut seen.row {
                     (row.fence, row.expires) = (0, 0);
                 }
@@ -413,7 +443,7 @@ impl Model for Config {
             if tx.kind != Kind::Renew {
                 tx.fences = [0; READERS];
             }
-            if tx.kind != Kind::Release {
+            if !matches!(tx.kind, Kind::Leave | Kind::Release | Kind::Shorten) {
                 tx.fence = 0;
             }
         }
@@ -427,8 +457,11 @@ impl Model for Config {
                         ..Client::default()
                     }
                 }
-                Phase::Asking | Phase::Waiting => (client.fence, client.deadline) = (0, 0),
-                Phase::Holding | Phase::Letting => client.since = 0,
+                Phase::Asking | Phase::Waiting => {
+                    (client.fence, client.deadline, client.broken) = (0, 0, false);
+                }
+                Phase::Holding => client.since = 0,
+                Phase::Letting => (client.since, client.broken) = (0, false),
             }
             if client.phase == Phase::Dead {
                 (client.left, client.asks) = (0, 0);

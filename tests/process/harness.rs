@@ -371,7 +371,7 @@ fn a_proxy_rewrites_what_is_said_and_what_is_prepared() -> Done {
     let _alone = crate::support::alone();
     let server = crate::support::server();
     let proxy = Proxy::start(server.port());
-    proxy.rewrite(|sql| sql.replace("'as sent'", "'rewritten, and longer'"));
+    proxy.rewrite(|said| said.text.replace("'as sent'", "'rewritten, and longer'"));
     let seen = std::sync::Arc::new(std::sync::Mutex::new(Vec::new()));
     let see = std::sync::Arc::clone(&seen);
     proxy.on_query(move |sql| {

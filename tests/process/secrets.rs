@@ -103,7 +103,7 @@ fn no_key_no_lock_id_and_no_password_is_shown_or_logged() {
     shown.debug(&client.get_by_key_raw("MARKER-manual").unwrap());
     shown.debug(&[Lookup::Key("MARKER-manual"), Lookup::LockId(&grant.lock_id)]);
     shown.debug(&client.operator().holders(10).unwrap());
-    shown.debug(&client.operator().waiters("MARKER-manual").unwrap());
+    shown.debug(&client.operator().blocked("MARKER-manual").unwrap());
     shown.debug(&client.operator().break_lock("MARKER-manual", "an operator").unwrap());
     shown.debug(&client.release(&grant.lock_id).unwrap());
     let options = renewing_often().cancel(&CancelToken::new()).on_lost(|_| ());

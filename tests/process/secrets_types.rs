@@ -151,7 +151,8 @@ fn no_public_type_shows_a_key_a_lock_id_or_a_password() {
         "ExtendOutcome",
         &LockBackend::extend(&client, &grant.lock_id, TTL, &CancelToken::never()).unwrap(),
     );
-    shown.debug("Waiter", &client.operator().waiters(KEY).unwrap());
+    shown.debug("BlockedSession", &client.operator().blocked(KEY).unwrap());
+    shown.debug("Waiter", &client.operator().waiters(10).unwrap());
     let findings = client.operator().check().unwrap();
     assert!(!findings.is_empty());
     shown.debug("Finding", &findings);

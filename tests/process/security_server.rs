@@ -312,7 +312,7 @@ fn meet(seed: u64, grants: &AtomicU64) {
     let operator = client.operator();
     call("counts", seed, || operator.counts());
     call("holders", seed, || operator.holders(3));
-    call("waiters", seed, || operator.waiters("MARKER"));
+    call("waiters", seed, || operator.blocked("MARKER"));
     call("break", seed, || operator.break_lock("MARKER", "a test"));
     call("cleanup", seed, || operator.cleanup_expired(3));
     call("idle", seed, || operator.idle_counters(TTL, 3));

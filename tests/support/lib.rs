@@ -11,14 +11,14 @@
 //! }
 //! ```
 //!
-//! No test skips itself: without server programs the first use of [`server`] fails and says what
+//! No test skips itself: without server programs the first use of [`server()`] fails and says what
 //! to install. The environment may say otherwise which server it is:
 //!
 //! | variable | meaning |
 //! | --- | --- |
 //! | `SYNCGUARD_TEST_PG_BINDIR` | the directory of the server programs to use |
 //! | `SYNCGUARD_TEST_PG_USER` | the account that runs the server when the caller is root |
-//! | `SYNCGUARD_TEST_URL` | an existing server for [`server`] and [`schema`]; nothing is started |
+//! | `SYNCGUARD_TEST_URL` | an existing server for [`server()`] and [`schema()`]; nothing is started |
 
 pub mod account;
 mod alone;
@@ -43,6 +43,7 @@ pub mod schema;
 pub mod script;
 pub mod server;
 pub mod session_locks;
+pub mod sql;
 pub mod standby;
 mod stored;
 pub mod tls;
@@ -69,7 +70,7 @@ pub fn server() -> &'static Server {
     server::shared()
 }
 
-/// A fresh schema on [`server`], dropped with the value.
+/// A fresh schema on [`server()`], dropped with the value.
 pub fn schema() -> TestSchema {
     server().schema()
 }

@@ -20,7 +20,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use self::queries::Queries;
 use super::frames::rewritten;
+use super::sql::Said;
 
 pub use queries::BOUND;
 
@@ -78,7 +80,7 @@ pub enum Network {
 }
 
 type Rule = Box<dyn FnMut(&str) -> Action + Send>;
-type Rewrite = Arc<dyn Fn(&str) -> String + Send + Sync>;
+type Rewrite = Arc<dyn Fn(Said<'_>) -> String + Send + Sync>;
 
 /// Dropping it cuts everything.
 pub struct Proxy {
@@ -153,9 +155,9 @@ impl Proxy {
         self.inner.state().rule = Some(Box::new(rule));
     }
 
-    /// From now on the server gets these texts in the place of those that clients send, of queries and of
+    /// From now on the server gets these texts in the place of those of the statements that clients send, and of
     /// what they prepare. Rules see the texts as they were sent.
-    pub fn rewrite(&self, rewrite: impl Fn(&str) -> String + Send + Sync + 'static) {
+    pub fn rewrite(&self, rewrite: impl Fn(Said<'_>) -> String + Send + Sync + 'static) {
         self.inner.state().rewrite = Some(Arc::new(rewrite));
     }
 
@@ -292,9 +294,9 @@ impl Inner {
     }
 
     /// The messages as the server is to get them.
-    fn rewrite(&self, frames: Vec<u8>) -> Vec<u8> {
+    fn rewrite(&self, frames: Vec<u8>, queries: &Queries) -> Vec<u8> {
         let Some(rewrite) = self.state().rewrite.clone() else { return frames };
-        let (frames, changed) = rewritten(&frames, &*rewrite);
+        let (frames, changed) = rewritten(&frames, &|text| queries.name_of(text), &*rewrite);
         self.state().rewritten += u64::from(changed);
         frames
     }

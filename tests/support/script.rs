@@ -21,10 +21,17 @@ pub struct Scripted {
 
 impl Scripted {
     pub fn new(schema: &TestSchema) -> Self {
+        Self::after(schema, |client| {
+            client.is_locked("so that everything is prepared").expect("the server answers");
+        })
+    }
+
+    /// With what this use of a client prepares.
+    pub fn after(schema: &TestSchema, used: impl FnOnce(&PgLockClient)) -> Self {
         let manager = PostgresConnectionManager::new(schema.config(), NoTls);
         let pool = r2d2::Pool::builder().max_size(1).build(manager).expect("the server takes connections");
         let client = PgLockClient::builder().build(pool.clone()).expect("the tables can be created");
-        client.is_locked("so that everything is prepared").expect("the server answers");
+        used(&client);
         drop(client);
         let mut connection = pool.get().expect("the connection came back");
         let rows = connection

@@ -88,8 +88,13 @@ impl Server {
         &self.cluster().binaries().dir
     }
 
+    /// Its port on this machine: of a server that was there before us, too, if its URL says so.
     pub fn port(&self) -> u16 {
-        self.cluster().port()
+        let local = |url: &str| url.split_once("@127.0.0.1:")?.1.split('/').next()?.parse().ok();
+        match &self.cluster {
+            None => local(&self.url).unwrap_or_else(|| self.cluster().port()),
+            Some(cluster) => cluster.port(),
+        }
     }
 
     /// Holds everything that belongs to this server; it goes away with it.

@@ -98,7 +98,7 @@ impl Worker {
         Self::spawn(command)
     }
 
-    /// The same, but what it asks [`server`](super::server) for is its own.
+    /// The same, but what it asks [`server`](super::server()) for is its own.
     pub fn start_alone(test: &str, part: &str, args: &[(&str, &str)]) -> Self {
         let mut command = Self::command(test, part, args);
         command.env_remove("SYNCGUARD_TEST_URL").env_remove("SYNCGUARD_TEST_SOCKET_URL");

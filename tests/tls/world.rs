@@ -7,7 +7,7 @@ use postgres::NoTls;
 use syncguard::{LockError, PgLockClient};
 
 use crate::support::tls::{Request, Signed, give, use_certificate, write_private};
-use crate::support::{Config, Server};
+use crate::support::{Config, LIMIT, Server, wait_until};
 
 const HBA: &str = "\
 local all all trust
@@ -49,6 +49,7 @@ impl World {
         fs::create_dir(&dir).unwrap();
         give(&server, "clients.crt", &root.pem());
         let world = Self { server, root, dir };
+        wait_until(LIMIT, "the session that made the tables has ended", || world.sessions() == (0, 0));
         world.file("root.pem", &world.root.pem());
         world
     }

@@ -7,7 +7,7 @@ use serde_json::Value;
 use syncguard::{LockOptions, PgLockClient};
 
 use crate::Done;
-use crate::program::{bare, said, syncguard, told};
+use crate::program::{SYNCGUARD, bare, said, syncguard, told};
 use crate::support;
 
 fn json(text: &str) -> Value {
@@ -23,7 +23,10 @@ fn status_says_whether_a_key_is_held_and_so_does_its_exit_code() -> Done {
     assert_eq!((&free["key"], &free["held"]), (&"app:k".into(), &false.into()));
     let guard = client.lock_with("app:k", &LockOptions::new().ttl(Duration::from_secs(600)))?;
     let (code, out, _) = said(&schema, &["status", "app:k"]);
-    assert!(code == 0 && out.starts_with("app:k is held for ") && out.contains("under fence 1;"), "{out}");
+    assert!(
+        code == 0 && out.starts_with("app:k is held for ") && out.contains("under fencing token 1;"),
+        "{out}"
+    );
     let (code, out, _) = said(&schema, &["--json", "status", "app:k"]);
     let held = json(&out);
     assert_eq!((code, &held["key"], &held["held"]), (0, &"app:k".into(), &true.into()));
@@ -49,6 +52,42 @@ fn list_shows_all_that_is_held_by_name() -> Done {
     assert_eq!(keys, [Some("a\n\u{1b}[2J"), Some("b"), Some("c")]);
     assert!(all[2]["permit"].as_u64().is_some_and(|permit| (1..=3).contains(&permit)), "{all}");
     assert!(said(&schema, &["list", "--limit", "2"]).2.contains("--limit"));
+    Ok(())
+}
+
+#[test]
+fn whoever_asks_is_told_who_has_a_key_in_the_holder_s_words() -> Done {
+    let schema = support::schema();
+    let client = PgLockClient::builder().owner("ci-17").connect(&schema.url())?;
+    let guard = client.lock_with("k", &LockOptions::new().note("4.2\n\u{1b}[2J\u{202e}"))?;
+    let silent = PgLockClient::connect(&schema.url())?.lock("s")?;
+    let words = "ci-17 (4.2\\u{a}\\u{1b}[2J\\u{202e})";
+    let (code, out, _) = said(&schema, &["status", "k"]);
+    assert!(code == 0 && out.starts_with(&format!("k is held by {words} for ")), "{out}");
+    let list = said(&schema, &["list"]).1;
+    let lines: Vec<&str> = list.lines().collect();
+    assert!(lines[0].ends_with("  WHO") && lines[1].ends_with(words) && lines[2].starts_with("s "), "{list}");
+    let all = json(&said(&schema, &["list", "--json"]).1);
+    assert_eq!(all[0]["owner"], "ci-17");
+    assert_eq!(all[0]["note"], "4.2\n\u{1b}[2J\u{202e}");
+    assert!(all[1].get("owner").is_none() && all[1].get("note").is_none(), "{all}");
+    assert_eq!(json(&said(&schema, &["status", "k", "--json"]).1)["owner"], "ci-17");
+    let (code, _, err) = said(&schema, &["run", "--key", "k", "--wait", "0", "--", "true"]);
+    assert!(code == 75 && err.contains(&format!("k is held by {words} for ")), "{err}");
+    guard.release()?;
+    silent.release()?;
+    let script = "\"$0\" list --json";
+    let program = ["--", "sh", "-c", script, SYNCGUARD];
+    let args = ["run", "--key", "k", "--owner", "web-3", "--note", "a test"];
+    let own = json(&said(&schema, &[args.as_slice(), program.as_slice()].concat()).1);
+    assert_eq!((&own[0]["owner"], &own[0]["note"]), (&"web-3".into(), &"a test".into()));
+    let elected = ["elect", "--key", "k", "--note", "leads"];
+    let mut command = syncguard(&schema, &[elected.as_slice(), program.as_slice()].concat());
+    let own = json(&told(&command.env("SYNCGUARD_OWNER", "web-4").output()?).1);
+    assert_eq!((&own[0]["owner"], &own[0]["note"]), (&"web-4".into(), &"leads".into()));
+    let long = "x".repeat(1025);
+    let (code, _, err) = said(&schema, &["run", "--key", "k", "--note", &long, "--", "true"]);
+    assert!(code != 0 && err.contains("the note"), "{code} {err}");
     Ok(())
 }
 
@@ -151,7 +190,7 @@ fn cleanup_says_how_many_rows_it_deleted() -> Done {
     )?;
     let (code, out, _) = said(&schema, &["cleanup", "--batch", "2", "--json"]);
     assert_eq!((code, json(&out)["deleted"].as_u64()), (0, Some(5)));
-    assert_eq!(said(&schema, &["cleanup"]).1, "0 rows of leases that were over are deleted\n");
+    assert_eq!(said(&schema, &["cleanup"]).1, "deleted 0 rows of expired leases\n");
     assert!(held.is_held());
     Ok(())
 }
@@ -159,20 +198,22 @@ fn cleanup_says_how_many_rows_it_deleted() -> Done {
 #[test]
 fn waiters_shows_who_is_stuck_in_the_server() -> Done {
     let schema = support::schema();
+    // A key of its own: the queue of a key is that of the whole database.
+    let key = "who is stuck";
     let client = PgLockClient::connect(&schema.url())?;
-    let guard = client.lock("k")?;
+    let guard = client.lock(key)?;
     guard.release()?;
-    assert!(said(&schema, &["waiters", "k"]).1.starts_with("no session is stuck"));
-    assert_eq!(json(&said(&schema, &["waiters", "k", "--json"]).1), json("[]"));
+    assert!(said(&schema, &["waiters", key]).1.starts_with("no session is stuck"));
+    assert_eq!(json(&said(&schema, &["waiters", key, "--json"]).1), json("[]"));
     // A transaction in the queue of the key, and one behind it.
     let (mut first, mut second) = (schema.client(), schema.client_named("the second"));
-    let queue = "SELECT pg_advisory_xact_lock(hashtext('k'))";
+    let queue = format!("SELECT pg_advisory_xact_lock(hashtext('{key}'))");
     first.batch_execute(&format!("BEGIN; {queue}"))?;
     std::thread::scope(|scope| -> Done {
         let waiting = scope.spawn(|| second.batch_execute(&format!("BEGIN; {queue}; COMMIT")));
         support::wait_until_app_waits(&mut schema.client(), "the second");
-        let found = json(&said(&schema, &["waiters", "k", "--json"]).1);
-        let (_, table, _) = said(&schema, &["waiters", "k"]);
+        let found = json(&said(&schema, &["waiters", key, "--json"]).1);
+        let (_, table, _) = said(&schema, &["waiters", key]);
         first.batch_execute("COMMIT")?;
         waiting.join().expect("it does not panic")?;
         assert_eq!(found[0]["application_name"], "the second", "{found}");
@@ -216,6 +257,37 @@ fn waiters_counts_the_clients_that_wait_for_each_key() -> Done {
     })
 }
 
+#[test]
+fn waiters_shows_those_in_order_and_run_stands_in_it() -> Done {
+    let schema = support::schema();
+    let client = PgLockClient::connect(&schema.url())?;
+    let guard = client.lock_with("till", &LockOptions::new().fair(true))?;
+    assert_eq!(said(&schema, &["waiters", "--fair"]).1, "nobody waits in order\n");
+    let (code, _, err) = said(&schema, &["run", "-k", "till", "--priority", "1", "--", "true"]);
+    assert!(code == 64 && err.contains("--fair"), "{code} {err}");
+    let other = PgLockClient::connect(&schema.url())?;
+    let urgent = ["run", "-k", "till", "--fair", "--priority", "3", "--", "true"];
+    std::thread::scope(|scope| -> Done {
+        let thread = scope.spawn(|| other.lock_with("till", &patient().fair(true).priority(-7)).map(drop));
+        let command = scope.spawn(|| said(&schema, &urgent).0);
+        let mut found = Value::Null;
+        let mut table = String::new();
+        let both = support::wait::poll(support::LIMIT, || {
+            found = json(&said(&schema, &["waiters", "--fair", "--json"]).1);
+            table = said(&schema, &["waiters", "--fair"]).1;
+            found.as_array().is_some_and(|all| all.len() == 2) && table.lines().count() == 3
+        });
+        guard.release()?;
+        thread.join().expect("it does not panic")?;
+        assert_eq!(command.join().expect("it does not panic"), 0);
+        assert!(both, "{found}");
+        let shown = |at: usize| (found[at]["key"].as_str(), found[at]["priority"].as_i64());
+        assert_eq!([shown(0), shown(1)], [(Some("till"), Some(3)), (Some("till"), Some(-7))]);
+        assert!(table.starts_with("KEY ") && table.contains("PRIORITY") && table.contains("-7"), "{table}");
+        Ok(())
+    })
+}
+
 fn patient() -> LockOptions {
     LockOptions::new().timeout(Duration::from_secs(60))
 }
@@ -227,10 +299,13 @@ fn break_takes_away_what_was_seen_and_nothing_newer() -> Done {
     client.lock("k")?.release()?;
     let guard = client.lock("k")?;
     let (code, out, err) = said(&schema, &["break", "k", "--fence", "1"]);
-    assert!(code == 75 && out.is_empty() && err.contains("not held under fence 1"), "{code} {out} {err}");
+    assert!(
+        code == 75 && out.is_empty() && err.contains("not held under fencing token 1"),
+        "{code} {out} {err}"
+    );
     assert_eq!(said(&schema, &["status", "k"]).0, 0, "the newer holder has it still");
     let (code, out, err) = said(&schema, &["break", "k", "--fence", "2"]);
-    assert!(code == 0 && out.contains("the fence is 3 now") && err.is_empty(), "{code} {out} {err}");
+    assert!(code == 0 && out.contains("the fencing token is 3 now") && err.is_empty(), "{code} {out} {err}");
     assert_eq!(said(&schema, &["status", "k"]).0, 1);
     assert_eq!(guard.release()?, syncguard::ReleaseResult::NotHeld);
     assert_eq!(said(&schema, &["break", "k"]).0, 64, "without a fence it could be anybody's");
@@ -247,7 +322,7 @@ fn break_takes_away_what_was_seen_and_nothing_newer() -> Done {
 #[test]
 fn bench_measures_and_leaves_nothing_held() {
     let schema = support::schema();
-    let measured = said(&schema, &["bench", "--time", "100ms", "--json"]);
+    let measured = said(&schema, &["bench", "--time", "1s", "--json"]);
     let found = json(&measured.1);
     let count = |row: &Value| row["count"].as_u64().is_some_and(|count| count > 0) && row["p50_us"].is_u64();
     assert!(
@@ -295,6 +370,26 @@ fn check_fails_where_something_is_unsafe_and_says_what_mends_it() {
 }
 
 #[test]
+fn check_names_an_engine_that_is_not_postgresql() {
+    let schema = support::schema();
+    let proxy = support::Proxy::start(support::server().port());
+    let version = "'PostgreSQL 15.12-YB-2025.1.0.0-b0 on x86_64-pc-linux-gnu'";
+    proxy.rewrite(move |said| {
+        said.text.replace("pg_catalog.version()", &format!("pg_catalog.concat({version})"))
+    });
+    for json in [&[][..], &["--json"]] {
+        let mut command = bare();
+        command.env("SYNCGUARD_URL", proxy.url(&schema.url())).arg("check").args(json);
+        let (code, out, err) = told(&command.output().expect("the command runs"));
+        assert!(code == 64 && out.is_empty(), "{code} {out} {err}");
+        assert!(
+            err.contains("YugabyteDB, not PostgreSQL") && err.contains("two could hold one key"),
+            "{err}"
+        );
+    }
+}
+
+#[test]
 fn help_names_the_exit_codes() {
     let schema = support::schema();
     let (code, out, _) = said(&schema, &["run", "--help"]);
@@ -303,6 +398,10 @@ fn help_names_the_exit_codes() {
     {
         assert!(out.contains(part), "{part}: {out}");
     }
+    // The options by subject, and those of every command last.
+    let headings = ["\nOptions:", "\nOnce per period:", "\nWhen the lock is lost", "\nServer and output:"];
+    let places: Vec<_> = headings.map(|heading| out.find(heading)).into_iter().collect();
+    assert!(places.iter().all(Option::is_some) && places.is_sorted(), "{places:?} {out}");
     assert_eq!(said(&schema, &["run", "--kye", "k"]).0, 64);
     assert_eq!(said(&schema, &["--version"]).0, 0);
 }

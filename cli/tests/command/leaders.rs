@@ -9,7 +9,7 @@ const LEADS: &str = "echo $SYNCGUARD_FENCE >>terms; echo $$ >new; mv new self; w
 
 fn candidate(schema: &TestSchema, dir: &Dir) -> Process {
     let mut command =
-        syncguard(schema, &["elect", "--key", "leader", "--ttl", "2s", "--", "sh", "-c", LEADS]);
+        syncguard(schema, &["elect", "--key", "leader", "--ttl", "6s", "--", "sh", "-c", LEADS]);
     Process::start_logged(command.current_dir(dir.path("")), dir)
 }
 

@@ -11,7 +11,7 @@ const STUBBORN: &str = "trap '' TERM; sleep 100 & echo $! >child; echo $$ >self;
 
 #[test]
 fn a_lost_lock_ends_the_program_and_its_children() -> Done {
-    for options in [&["--ttl", "2s"][..], &["--ttl", "2s", "--on-lost", "kill"]] {
+    for options in [&["--ttl", "6s"][..], &["--ttl", "6s", "--on-lost", "kill"]] {
         let (schema, dir) = (support::schema(), Dir::new());
         let mut command = running(&schema, &dir, options, STUBBORN);
         schema.client().execute("DELETE FROM syncguard_locks", &[])?;
@@ -45,7 +45,7 @@ fn the_program_is_asked_to_stop_and_has_the_grace_for_it() -> Done {
     let (schema, dir) = (support::schema(), Dir::new());
     let script =
         "trap 'sleep 0.2; echo tidy >tidied; exit 0' TERM; touch ready; while :; do sleep 0.02; done";
-    let mut command = running(&schema, &dir, &["--ttl", "6s", "--grace", "2s", "--lost-code", "9"], script);
+    let mut command = running(&schema, &dir, &["--ttl", "20s", "--grace", "9s", "--lost-code", "9"], script);
     schema.client().execute("DELETE FROM syncguard_locks", &[])?;
     assert_eq!(command.end().code(), Some(9), "lost, although the program ended well");
     assert_eq!(dir.read("tidied"), "tidy\n");
@@ -57,7 +57,7 @@ fn a_command_can_ask_the_program_to_stop() -> Done {
     let (schema, dir) = (support::schema(), Dir::new());
     let ask = "echo $SYNCGUARD_KEY $SYNCGUARD_GROUP >asked; touch stop; sleep 100";
     let script = "trap '' TERM; echo $$ >self; touch ready; while [ ! -e stop ]; do sleep 0.02; done; echo tidy >tidied";
-    let options = ["--ttl", "6s", "--grace", "2s", "--on-lost", ask];
+    let options = ["--ttl", "20s", "--grace", "9s", "--on-lost", ask];
     let mut command = running(&schema, &dir, &options, script);
     schema.client().execute("DELETE FROM syncguard_locks", &[])?;
     assert_eq!(command.end().code(), Some(76), "the command that asks is not waited for");
@@ -66,7 +66,7 @@ fn a_command_can_ask_the_program_to_stop() -> Done {
 
     // Where it is of no use, the end comes all the same.
     let (schema, dir) = (support::schema(), Dir::new());
-    let mut command = running(&schema, &dir, &["--ttl", "2s", "--on-lost", "exec false"], STUBBORN);
+    let mut command = running(&schema, &dir, &["--ttl", "6s", "--on-lost", "exec false"], STUBBORN);
     schema.client().execute("DELETE FROM syncguard_locks", &[])?;
     assert_eq!(command.end().code(), Some(76));
     wait_until(LIMIT, "the program has ended", || !lives(dir.pid("self")));
@@ -77,7 +77,7 @@ fn a_command_can_ask_the_program_to_stop() -> Done {
 fn a_program_that_may_go_on_ends_with_its_own_code() -> Done {
     let (schema, dir) = (support::schema(), Dir::new());
     let script = "touch ready; while [ ! -e end ]; do sleep 0.02; done; exit 5";
-    let mut command = running(&schema, &dir, &["--ttl", "2s", "--on-lost", "ignore"], script);
+    let mut command = running(&schema, &dir, &["--ttl", "6s", "--on-lost", "ignore"], script);
     schema.client().execute("DELETE FROM syncguard_locks", &[])?;
     wait_until(LIMIT, "the loss is told", || dir.read("log").contains("the program goes on"));
     fs::write(dir.path("end"), "")?;
@@ -87,7 +87,7 @@ fn a_program_that_may_go_on_ends_with_its_own_code() -> Done {
 
 #[test]
 fn the_program_is_asked_to_stop_and_stopped_before_the_lease_is_over() -> Done {
-    for (options, asked) in [(&["--ttl", "2s"][..], "asked\n"), (&["--ttl", "2s", "--on-lost", "kill"], "")] {
+    for (options, asked) in [(&["--ttl", "6s"][..], "asked\n"), (&["--ttl", "6s", "--on-lost", "kill"], "")] {
         let (schema, dir) = (support::schema(), Dir::new());
         // Notes SIGTERM and goes on, and leaves the last moment in which it worked.
         let script = "trap 'echo asked >asked' TERM; echo $$ >self; while :; do \

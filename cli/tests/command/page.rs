@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use syncguard::PgLockClient;
+use syncguard::{LockOptions, PgLockClient};
 
 use crate::Done;
 use crate::program::SYNCGUARD;
@@ -39,18 +39,24 @@ fn shape(text: &str) -> String {
 fn the_page_shows_what_is_printed() -> Done {
     let page = include_str!("../../../docs/command.md");
     let found = sessions(page);
-    // The page's first session is about a deploy that runs for the second time, the other about a stuck key.
-    let held = [("deploy", 1), ("stuck", 0)];
+    // The page's first session is about a deploy that runs for the second time, the next about one that says who runs
+    // it, the last about a stuck key.
+    let held = [("deploy", 1, false), ("deploy", 0, true), ("stuck", 0, false)];
     assert_eq!(found.len(), held.len(), "{found:?}");
     let schema = support::schema();
     let client = PgLockClient::connect(&schema.url())?;
+    let owned = PgLockClient::builder().owner("ci-17").connect(&schema.url())?;
     let mut path = Path::new(SYNCGUARD).parent().expect("a folder").as_os_str().to_owned();
     path.push(":/usr/bin:/bin");
-    for ((key, before), session) in held.into_iter().zip(found) {
+    for ((key, before, says), session) in held.into_iter().zip(found) {
         for _ in 0..before {
             client.lock(key)?.release()?;
         }
-        let _held = client.lock(key)?;
+        let _held = if says {
+            owned.lock_with(key, &LockOptions::new().note("release 4.2"))?
+        } else {
+            client.lock(key)?
+        };
         for (typed, printed) in session {
             let mut shell = std::process::Command::new("sh");
             let output = shell.args(["-c", &format!("exec 2>&1\n{typed}")]).env("PATH", &path);

@@ -37,7 +37,7 @@ fn what_failed_is_run_again_in_the_same_period() {
 #[test]
 fn a_machine_that_dies_is_replaced_by_one_that_waits() {
     let (schema, dir, other) = (support::schema(), Dir::new(), Dir::new());
-    let mut first = running(&schema, &dir, &["--once", "daily", "--ttl", "1s"], "touch ready; sleep 100");
+    let mut first = running(&schema, &dir, &["--once", "daily", "--ttl", "4s"], "touch ready; sleep 100");
     let script = "echo $SYNCGUARD_FENCE >fence; touch ready";
     let mut second = started(&schema, &other, &["--once", "daily"], script);
     first.signal("KILL");
@@ -53,7 +53,7 @@ fn who_does_not_wait_is_told_that_it_runs_elsewhere() -> Done {
     let options = [&ONCE[..], &["--wait", "0"]].concat();
     let mut second = started(&schema, &other, &options, "touch ready");
     assert_eq!(second.end().code(), Some(75));
-    assert!(other.read("log").contains("runs already"), "{}", other.read("log"));
+    assert!(other.read("log").contains("is already running elsewhere"), "{}", other.read("log"));
     fs::write(dir.path("end"), "")?;
     assert_eq!(first.end().code(), Some(0));
     Ok(())
@@ -72,7 +72,7 @@ fn at_most_once_is_not_started_again_after_a_failure() {
 #[test]
 fn a_run_that_loses_its_lock_is_stopped_and_not_taken_for_done() -> Done {
     let (schema, dir) = (support::schema(), Dir::new());
-    let options = [&ONCE[..], &["--ttl", "2s"]].concat();
+    let options = [&ONCE[..], &["--ttl", "6s"]].concat();
     let mut command = running(&schema, &dir, &options, "touch ready; sleep 100");
     schema.client().execute("DELETE FROM syncguard_locks", &[])?;
     assert_eq!(command.end().code(), Some(76));

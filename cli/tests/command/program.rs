@@ -63,7 +63,11 @@ impl Process {
         self.0.id()
     }
 
+    /// Once `env` has become the command: before that what was ignored is ignored.
     pub(crate) fn signal(&self, name: &str) {
+        let comm = format!("/proc/{}/comm", self.id());
+        let is_env = || fs::read_to_string(&comm).is_ok_and(|comm| comm.trim() == "env");
+        wait_until(LIMIT, "it is the command", || !is_env());
         signal(self.id(), name);
     }
 

@@ -69,8 +69,8 @@ fn a_wait_says_who_has_the_lock_and_how_long_it_goes_on() -> Done {
     terminal.enter(&format!("{SYNCGUARD} run --key key --wait 5m -- echo started; echo ended $?"));
     terminal.wait_for("who has the lock", |screen| {
         screen.contains("waiting for key: held for ")
-            && screen.contains(", fence 1; ")
-            && screen.contains("so far, gives up in 4m 5")
+            && screen.contains(", fencing token 1; ")
+            && screen.contains("so far, gives up in 4m ")
     });
     guard.release()?;
     let screen = terminal.wait_for("the end", |screen| screen.contains("\nended 0"));
@@ -173,7 +173,7 @@ fn a_program_that_asks_the_terminal_does_not_hang_with_the_lock() -> Done {
         let program = format!("{trap} while :; do read answer </dev/tty; done");
         terminal.enter(&format!("clear; {SYNCGUARD} run --key key -- sh -c '{program}'; echo ended $?"));
         let screen = terminal.wait_for("the end", |screen| screen.contains(&format!("\nended {code}")));
-        assert!(screen.contains("wants to talk with the terminal"), "{screen}");
+        assert!(screen.contains("asks for input at the terminal"), "{screen}");
     }
     assert!(!client.is_locked("key")?);
     Ok(())

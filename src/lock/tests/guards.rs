@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::thread;
 
 /// Moves the clock in small steps, as time does, and lets the worker keep up with what is due.
-fn pass(backend: &Recorder, client: &LockClient, time: Duration) {
+pub(super) fn pass(backend: &Recorder, client: &LockClient, time: Duration) {
     let end = backend.now().after(time);
     while backend.now() < end {
         backend.advance(ms(500));

@@ -2,8 +2,13 @@
 
 mod endings;
 mod guards;
+mod in_order;
+mod looks;
 mod panics;
 mod recorder;
+mod registry;
+mod schedules;
+mod sets;
 mod waiting;
 
 use std::sync::Arc;
@@ -57,6 +62,7 @@ fn reporting_to(own: bool, backend: &Arc<Recorder>) -> (LockClient, LockOptions,
 fn reporting_client(backend: &Arc<Recorder>) -> (LockClient, Reports) {
     let (reports, handler) = recorder();
     let settings = ClientSettings {
+        owner: None,
         on_release_error: Some(OnReleaseError::new(Arc::new(handler))),
         ..ClientSettings::default()
     };

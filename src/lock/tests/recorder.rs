@@ -25,6 +25,8 @@ pub(super) const LIMIT: Duration = Duration::from_secs(30);
 pub(super) enum Script {
     /// An error that changed nothing.
     Fail(ErrorCode),
+    /// The server's refusal, which changed nothing.
+    Denied,
     /// An error that changed nothing and is contention.
     Conflict,
     /// An error after which nobody knows; nothing was done.
@@ -204,6 +206,9 @@ impl Recorder {
             Some(Script::Fail(code)) => Fault::error(code),
             Some(Script::Unknown) => Fault::lost_request(ErrorCode::NetworkTimeout),
             Some(Script::UnknownDone) => Fault::lost_answer(ErrorCode::NetworkTimeout),
+            Some(Script::Denied) => {
+                return Err(LockError::new(ErrorCode::AuthFailed).with_sqlstate("42501"));
+            }
             Some(Script::Conflict) => {
                 return Err(LockError::new(ErrorCode::ServiceUnavailable).with_contention());
             }
@@ -242,7 +247,7 @@ impl Drop for RecordedWatch {
 impl LockBackend for Recorder {
     fn acquire(&self, key: &str, ttl: Duration, cancel: &CancelToken) -> Result<AcquireResult> {
         let lock_id = LockId::generate()?;
-        self.attempt(&Attempt { key, lock_id: lock_id.as_str(), ttl, deadline: Moment::NEVER }, cancel)
+        self.attempt(&Attempt::new(key, lock_id.as_str(), ttl, Moment::NEVER), cancel)
     }
 
     fn attempt(&self, attempt: &Attempt<'_>, cancel: &CancelToken) -> Result<AcquireResult> {
@@ -321,7 +326,11 @@ impl LockBackend for Recorder {
         self.renew_gate.pass();
         let busy = leases.iter().map(|_| Ok(RenewOutcome::Busy)).collect();
         let answer = self.play(Call::Renew, script, busy, |memory| Ok(memory.renew(leases, Moment::NEVER)));
-        answer.unwrap_or_else(|error| leases.iter().map(|_| Err(LockError::new(error.code()))).collect())
+        answer.unwrap_or_else(|error| {
+            let same = || LockError::new(error.code());
+            let copy = || error.sqlstate().map_or_else(same, |state| same().with_sqlstate(state));
+            leases.iter().map(|_| Err(copy())).collect()
+        })
     }
 
     fn reserve_renewals(&self, _: Moment, _: &CancelToken) -> Result<()> {

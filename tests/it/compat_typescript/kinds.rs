@@ -1,10 +1,10 @@
-//! Beside sets, permits, leaders and runs: who takes the plain key excludes all but permits, statement by statement.
+//! Beside sets, permits, leaders, runs and readers: who takes the plain key excludes all but permits, statement by statement.
 
 use std::ops::ControlFlow::Break;
 
 use super::*;
-use crate::support::calls::{asking_often, either_form};
-use syncguard::{LockOptions, RunOnce, Slot};
+use crate::support::calls::{asking_often, either_form, ms};
+use syncguard::{Heartbeat, LockOptions, RunOnce, Slot};
 
 fn run(client: &PgLockClient, key: &str) -> RunOnce<(), ()> {
     client.run_once(key, Slot::number(7), &LockOptions::new(), |_run| Ok(())).unwrap()
@@ -95,6 +95,87 @@ fn a_set_or_a_run_between_any_two_statements_of_an_acquire_excludes_it_or_is_exc
             assert_eq!(place.stored.row(&also).is_some(), granted && !runs, "all or nothing");
             let fences = if granted && other.won { 2 } else { 1 };
             assert_eq!(place.stored.counter(&key), Some(fences), "one fence for each grant");
+        }
+    }
+}
+
+/// A reader joins a group in its last moments, and its commit takes so long that the other client finds it over.
+#[test]
+fn a_group_that_is_joined_late_is_not_trusted_beside_who_read_its_old_end() {
+    let place = place();
+    let key = place.key("prices");
+    let abandoned = LockOptions::new().ttl(ms(300)).heartbeat(Heartbeat::Off);
+    let _ = place.client.read_lock_with(&key, &abandoned).unwrap().leak();
+    // The commit of whoever joins waits for the gate.
+    place.stored.run(
+        "CREATE FUNCTION stay() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN \
+           PERFORM pg_advisory_xact_lock(hashtext(current_schema())); RETURN NULL; END $$; \
+         CREATE CONSTRAINT TRIGGER stay AFTER INSERT ON syncguard_members DEFERRABLE INITIALLY DEFERRED \
+           FOR EACH ROW EXECUTE FUNCTION stay()",
+    );
+    let mut gate = place.schema.client();
+    let mut gate = gate.transaction().unwrap();
+    gate.execute("SELECT pg_advisory_xact_lock(hashtext(current_schema()))", &[]).unwrap();
+    let app = unique();
+    let call = {
+        let (client, key) = (place.named(&app), key.clone());
+        Call::start(&app, move || client.try_read_lock(&key).unwrap())
+    };
+    call.wait_until_blocked(&place.stored);
+    let over = place.stored.row(&key).unwrap().expires_at_ms + 1000;
+    place.wait_for(over + 1);
+    let mut other = TheirAcquire::new(&place, &key, &id("theirs"));
+    (0..4).for_each(|step| other.step(step));
+    assert!(other.go, "it has found the group over");
+    gate.commit().unwrap();
+    let waits = call.settle(&place.stored);
+    (4..STEPS).for_each(|step| other.step(step));
+    let reader = call.join();
+    assert!(other.won && waits && reader.is_none(), "a reader trusts its lease beside the other client");
+    // With all of its time left a group is joined at once, and the other client finds it held.
+    assert!(other_client::release(&mut place.schema.client(), &id("theirs")));
+    place.stored.run("DROP TRIGGER stay ON syncguard_members");
+    let _reader = place.client.read_lock(&key).unwrap();
+    assert!(!TheirAcquire::new(&place, &key, &id("again")).acquire());
+}
+
+/// A reader comes or goes between any two statements of the other client's acquire.
+#[test]
+fn a_reader_between_any_two_statements_of_an_acquire_excludes_it_or_is_excluded() {
+    let place = place();
+    place.client.read_lock(&place.key("warm")).unwrap().release().unwrap();
+    for (n, (before, leaves)) in (0..=STEPS).flat_map(|n| [(n, false), (n, true)]).enumerate() {
+        for form in 0..2 {
+            let key = place.key(&format!("r{n}-{form}"));
+            let theirs = id(&format!("theirs{n}y{form}"));
+            let there = leaves.then(|| place.client.read_lock(&key).unwrap());
+            let mut other = TheirAcquire::new(&place, &key, &theirs);
+            (0..before).for_each(|step| other.step(step));
+            let app = unique();
+            let client = either_form(&place.named(&app), form);
+            let call = {
+                let key = key.clone();
+                Call::start(&app, move || match there {
+                    Some(reader) => {
+                        reader.release().unwrap();
+                        None
+                    }
+                    None => client.try_read_lock(&key).unwrap(),
+                })
+            };
+            let _ = call.settle(&place.stored);
+            (before..STEPS).for_each(|step| other.step(step));
+            let reader = call.join();
+            assert!(
+                leaves || other.won != reader.is_some(),
+                "before step {before}, form {form}: the other client {}, the reader {}",
+                other.won,
+                reader.is_some()
+            );
+            if other.won {
+                assert!(place.client.try_read_lock(&key).unwrap().is_none());
+                assert!(other_client::release(&mut place.schema.client(), &theirs));
+            }
         }
     }
 }

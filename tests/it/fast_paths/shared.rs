@@ -81,7 +81,7 @@ fn a_callers_session_is_never_taken_for_one_with_our_settings() {
     let name = unique();
     let pool = pool(&place, 1, &format!("-c syncguard.settled_ms=1 -c application_name={name}"));
     let client =
-        PgLockClient::builder().operation_timeout(Duration::from_millis(400)).build(pool.clone()).unwrap();
+        PgLockClient::builder().operation_timeout(Duration::from_secs(3)).build(pool.clone()).unwrap();
     let key = place.key("a");
     (0..OFTEN).for_each(|_| assert!(all_calls(&client, &key) > 0));
     place.stored.write(&key, &id("mine"), 30_000, 1);

@@ -63,7 +63,7 @@ fn round_trip(place: &Place, client: &PgLockClient, key: &str) {
         client.assert_fence(&mut tx, key, grant.fence).unwrap();
         drop(tx);
         drop(caller);
-        assert_eq!(client.operator().waiters(key).unwrap(), []);
+        assert_eq!(client.operator().blocked(key).unwrap(), []);
         LockBackend::release(client, &grant.lock_id, &token).unwrap();
         assert!(place.stored.row(&normal).is_none());
     }
@@ -140,7 +140,7 @@ fn what_is_too_long_or_cannot_be_stored_is_refused_before_anything_is_sent() {
                 client.get_by_key_raw(key).unwrap_err().code(),
                 client.lock(key).unwrap_err().code(),
                 client.try_lock(key).unwrap_err().code(),
-                client.operator().waiters(key).unwrap_err().code(),
+                client.operator().blocked(key).unwrap_err().code(),
                 client.operator().break_lock(key, "a test").unwrap_err().code(),
             ];
             assert_eq!(codes, [ErrorCode::InvalidArgument; 8], "{key:?}");

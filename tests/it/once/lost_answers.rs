@@ -2,7 +2,10 @@
 
 use super::*;
 use crate::support::{Action, LIMIT, Network, Proxy, server, wait_until};
+use crate::support::{TTL, id};
 use postgres::NoTls;
+use syncguard::LockBackend as _;
+use syncguard::backend::{Attempt, BeginOutcome, BeginRun, Clock, MarkRun, MarkStep};
 
 /// A client through a proxy, with its statements prepared.
 fn through(place: &Place) -> (PgLockClient, Proxy) {
@@ -126,5 +129,63 @@ fn a_begin_that_comes_late_uses_no_slot_up() {
         assert_eq!(mark(&place, &name, "number"), Some(7));
         assert_eq!(place.stored.row(&name), None, "the slot is done: it is not granted again");
         assert_eq!(run_job(&place.client, &name, Slot::number(8)).unwrap(), RunOnce::Done("made"));
+    }
+}
+
+/// Between the begin that finds its own row and the confirmation of it somebody else may come.
+#[test]
+fn a_begin_that_is_asked_for_again_is_begun_only_while_its_own_row_lives() {
+    let place = place();
+    let (client, proxy) = through(&place);
+    for (n, (change, begun)) in [
+        ("UPDATE syncguard_locks SET user_key = user_key", true),
+        ("UPDATE syncguard_locks SET expires_at_ms = 0", false),
+        ("UPDATE syncguard_locks SET lock_id = 'BBBBBBBBBBBBBBBBBBBBBA'", false),
+        ("UPDATE syncguard_locks SET key = key || '-other'", false),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let (name, lock_id) = (place.key(&format!("job {n}")), id("mine"));
+        let attempt = Attempt::new(&name, &lock_id, TTL, Clock::system().now().after(LIMIT));
+        let begin = BeginRun::new(attempt, Slot::number(1));
+        let begin = || client.begin_run(&begin, &CancelToken::never()).unwrap();
+        let BeginOutcome::Begun(first) = begin() else { panic!("it is free") };
+        let (mut sql, confirm) = (place.schema.client(), call_of("confirm_run"));
+        proxy.on_query(move |said| {
+            if said.contains(&confirm) {
+                sql.batch_execute(change).unwrap();
+            }
+            Action::Pass
+        });
+        match begin() {
+            BeginOutcome::Begun(again) => {
+                assert_eq!((begun, again.grant.acquired), (true, first.grant.acquired), "{change}");
+            }
+            other => assert_eq!((begun, &other), (false, &BeginOutcome::Running), "{change}"),
+        }
+        proxy.pass_all();
+        place.stored.run("DELETE FROM syncguard_locks");
+    }
+}
+
+/// A later slot is done by then: whoever lowered its mark would let it run again.
+#[test]
+fn a_mark_that_comes_late_lowers_no_newer_one() {
+    let place = place();
+    for (n, step) in [MarkStep::Claim, MarkStep::Finish].into_iter().enumerate() {
+        let (name, lock_id) = (place.key(&format!("job {n}")), id("mine"));
+        let deadline = Clock::system().now().after(LIMIT);
+        let begin = BeginRun::new(Attempt::new(&name, &lock_id, TTL, deadline), Slot::number(5));
+        let BeginOutcome::Begun(run) = place.client.begin_run(&begin, &CancelToken::never()).unwrap() else {
+            panic!("it is free")
+        };
+        let newer = "INSERT INTO syncguard_fence_counters (fence_key, fence) VALUES ($1, 7)";
+        place.stored.client().execute(newer, &[&format!("fence:{name}\u{2126}number")]).unwrap();
+        let fence = run.grant.acquired.fence;
+        let late = MarkRun::new(&name, &lock_id, fence, Slot::number(5), 5);
+        let answer = place.client.mark_run(&late, step, deadline);
+        assert_eq!(mark(&place, &name, "number"), Some(7), "{answer:?}");
+        place.stored.run("DELETE FROM syncguard_locks");
     }
 }

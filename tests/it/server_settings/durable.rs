@@ -91,6 +91,78 @@ fn a_grant_and_an_extension_are_durable_and_a_release_need_not_be() {
     }
 }
 
+/// Of each kind and in each form: whatever somebody is told that it has.
+#[test]
+fn every_kind_of_grant_is_durable() {
+    let place = place();
+    probe(&place);
+    let role = Role::with_tables(&place.schema);
+    let owner = PgLockClient::builder().create_members_table(true).connect(&place.schema.url()).unwrap();
+    owner.read_lock("makes the table").unwrap().release().unwrap();
+    place
+        .stored
+        .run(&format!("GRANT SELECT, INSERT, UPDATE, DELETE ON syncguard_members TO {}", role.name()));
+    for (level, durable) in [("off", "on"), ("remote_write", "remote_write")] {
+        role.set(&place.schema, "synchronous_commit", level);
+        let client = role.connect(PgLockClient::builder()).unwrap();
+        grants(&place, &client, durable);
+    }
+}
+
+fn grants(place: &Place, client: &PgLockClient, level: &str) {
+    let token = CancelToken::new();
+    let long = LockOptions::new().ttl(LIMIT).heartbeat(syncguard::Heartbeat::Off);
+    let forms = [long.clone(), long.clone().cancel(&token), long.clone().note("x")];
+    let forms = forms.iter().chain([&long]).enumerate();
+    let durable = |what: &str| {
+        let mut seen = commits(place);
+        seen.retain(|commit| !commit.contains("DELETE"));
+        assert!(
+            !seen.is_empty() && seen.iter().all(|commit| commit.ends_with(&format!(" {level}"))),
+            "{what}: {seen:?}"
+        );
+    };
+    commits(place);
+    place.stored.run("DELETE FROM syncguard_locks");
+    for (form, options) in forms {
+        let name = |word: &str| place.key(&format!("{word} {level} {form}"));
+        // In the last form over rows that are over.
+        let over = |key: &str| {
+            if form == 3 {
+                place.stored.write(key, &crate::support::id(&key[..10]), -5_000, 3);
+                commits(place);
+            }
+        };
+        let keys = ["single-one", "in-turn--one", "readers--one", "several--a", "several--b"].map(name);
+        keys.iter().for_each(|key| over(key));
+        let _ = client.lock_with(&keys[0], options).unwrap().leak();
+        durable("a lock");
+        let _ = client.lock_with(&keys[1], &options.clone().fair(true)).unwrap().leak();
+        durable("in turn");
+        for what in ["the first reader", "the second reader"] {
+            let _ = client.read_lock_with(&keys[2], options).unwrap().leak();
+            durable(what);
+        }
+        let _set = client.lock_all_with(&[&keys[3], &keys[4]], options).unwrap();
+        durable("a set");
+        let semaphore = client.semaphore(&name("permits"), 2).unwrap();
+        let _ = semaphore.acquire_with(options).unwrap().leak();
+        durable("a permit");
+        let ran = client.run_once(&name("run"), syncguard::Slot::number(1), options, |_run| {
+            durable("a run's beginning");
+            Ok::<_, std::convert::Infallible>(())
+        });
+        assert_eq!(ran.unwrap(), syncguard::RunOnce::Done(()));
+        durable("a run's end");
+        let slot = syncguard::Slot::number(2).claim_at_start();
+        let ran = client.run_once(&name("run"), slot, options, |_run| {
+            durable("a claim");
+            Ok::<_, std::convert::Infallible>(())
+        });
+        assert_eq!(ran.unwrap(), syncguard::RunOnce::Done(()));
+    }
+}
+
 #[test]
 fn an_attempt_that_is_asked_for_again_commits_as_durably() {
     let place = place();
@@ -106,6 +178,15 @@ fn an_attempt_that_is_asked_for_again_commits_as_durably() {
     for two in FORMS {
         assert_eq!(client.attempt(&attempt, &token(two)).unwrap(), first);
         // It writes: a transaction that only reads would not wait for a standby.
+        assert_eq!(commits(&place), ["syncguard_locks UPDATE on"]);
+    }
+    let (key, id) = (place.key("b"), crate::support::id("run"));
+    let attempt = syncguard::backend::Attempt::new(&key, &id, TTL, deadline);
+    let begin = syncguard::backend::BeginRun::new(attempt, syncguard::Slot::number(1));
+    client.begin_run(&begin, &token(false)).unwrap();
+    commits(&place);
+    for two in FORMS {
+        client.begin_run(&begin, &token(two)).unwrap();
         assert_eq!(commits(&place), ["syncguard_locks UPDATE on"]);
     }
 }

@@ -96,7 +96,7 @@ fn look_alikes_before_the_system_s_own_names_are_never_called() {
     let options = LockOptions::new().ttl(Duration::from_secs(60));
     let guard = client.lock_with(&key, &options).unwrap();
     assert_eq!(client.operator().holders(10).unwrap().len(), 1);
-    assert_eq!(client.operator().waiters(&key).unwrap(), []);
+    assert_eq!(client.operator().blocked(&key).unwrap(), []);
 
     // A caller's transaction has the caller's search path.
     let mut caller = role.config_with_own_path().connect(postgres::NoTls).unwrap();

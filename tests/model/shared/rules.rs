@@ -14,6 +14,10 @@ const TWO: Config = Config {
         counts_dead: false,
         leaves_end: false,
         keeps_dead: false,
+        ends_unheld: false,
+        deletes_any_fence: false,
+        trims_none: false,
+        trims_in_one: false,
         no_yield: false,
         yields_to_newer: false,
         keeps_intent: false,
@@ -27,6 +31,7 @@ const TWO: Config = Config {
     asks: 0,
     ttls: [TTL, TTL],
     renewals: 0,
+    shortenings: 0,
     deaths: 0,
     breaks: 0,
     copies: 0,
@@ -34,6 +39,10 @@ const TWO: Config = Config {
 const KEEP: Cut = TWO.cut;
 /// One who stays for long, and one who does not.
 const LONG: Config = Config { ttls: [3, 1], until: 4, ..TWO };
+
+const SHORTENED: Config = Config { shortenings: 1, acquires: 0, until: 2, ..LONG };
+/// A reader leaves, and the copy of its join comes when the group is gone.
+const LATE: Config = Config { breaks: 1, copies: 1, acquires: 0, until: 1, ..TWO };
 
 impl Config {
     fn cut(self, cut: Cut) -> Self {
@@ -66,6 +75,12 @@ fn a_broken_lock_and_copies_that_come_late() {
 }
 
 #[test]
+fn a_lease_that_is_shortened() {
+    holds("shared: a shortened lease", &Config { shortenings: 1, acquires: 0, ..LONG });
+    holds("shared: a shortened lease, its reader dies", &Config { deaths: 1, ..SHORTENED });
+}
+
+#[test]
 fn rule_1_a_group_raises_the_counter() {
     let config = TWO.cut(Cut { group_raises_none: true, ..KEEP });
     is_caught("shared: a group raises nothing", &config, FENCES);
@@ -81,6 +96,26 @@ fn rule_2_a_join_lengthens_the_group_whose_row_it_has() {
 fn rule_3_a_leave_has_the_row_before_it_looks() {
     is_caught("shared: a leave in one statement", &TWO.cut(Cut { leave_in_one: true, ..KEEP }), TOO_LONG);
     is_caught("shared: a leave without the row", &TWO.cut(Cut { leave_unlocked: true, ..KEEP }), TOO_LONG);
+}
+
+#[test]
+fn rule_3_a_leave_ends_only_a_group_that_it_has_locked() {
+    holds("shared: a group that comes between the two of a leave", &LATE);
+    let config = LATE.cut(Cut { ends_unheld: true, ..KEEP });
+    is_caught("shared: a leave ends what it has not locked", &config, TOO_LONG);
+    let config = LATE.cut(Cut { deletes_any_fence: true, ..KEEP });
+    is_caught("shared: a leave deletes another group's member", &config, STANDING);
+}
+
+#[test]
+fn rule_3_a_lease_that_is_shortened_trims_its_group() {
+    is_caught(
+        "shared: a shortened lease trims nothing",
+        &SHORTENED.cut(Cut { trims_none: true, ..KEEP }),
+        STANDING,
+    );
+    let in_one = SHORTENED.cut(Cut { trims_in_one: true, ..KEEP });
+    is_caught("shared: a shortened lease trims in one statement", &in_one, TOO_LONG);
 }
 
 #[test]

@@ -1,8 +1,8 @@
 //! What one step of one transaction does to the rows of a shared key.
 
 use super::{
-    Config, Cut, DEAD, Database, Intent, Kind, Member, PASSED, Pc, Phase, READERS, Row, SLACK, STARVED,
-    State, TTL, Tx, WRITER, live,
+    Config, Cut, DEAD, Database, Intent, Kind, Member, OVER, PASSED, Pc, Phase, READERS, Row, SHORT, SLACK,
+    STARVED, State, TTL, Tx, WRITER, live,
 };
 
 /// A transaction of the state, on its way by one step.
@@ -23,6 +23,8 @@ impl Step<'_> {
             (Kind::Join, _) => self.join()?,
             (Kind::Leave, _) => self.leave()?,
             (Kind::Renew, _) => self.renew(),
+            (Kind::Shorten, _) => self.shorten()?,
+            (Kind::Trim, _) => self.trim()?,
             (Kind::Acquire, _) => self.acquire()?,
             (Kind::Release, _) => self.release()?,
             (Kind::Withdraw, _) => self.change(|db, _| db.intent = None),
@@ -64,10 +66,11 @@ impl Step<'_> {
         match (self.tx.kind, granted) {
             (Kind::Join | Kind::Acquire, Some(fence)) => {
                 (client.phase, client.fence, client.deadline) = (Phase::Holding, fence, from + ttl);
+                client.broken = false;
             }
             (Kind::Join | Kind::Acquire, None) => client.phase = Phase::Waiting,
-            (Kind::Leave | Kind::Release, _) => client.phase = Phase::Idle,
-            (Kind::Renew | Kind::Withdraw, _) => {}
+            (Kind::Leave | Kind::Release, _) | (Kind::Shorten, None) => client.phase = Phase::Idle,
+            (Kind::Renew | Kind::Shorten | Kind::Trim | Kind::Withdraw, _) => {}
         }
         false
     }
@@ -156,20 +159,52 @@ impl Step<'_> {
 
     fn leave(&mut self) -> Option<bool> {
         let cut = self.cut();
-        if self.tx.pc == Pc::Sent {
-            // A statement that does both has the snapshot of its beginning.
-            self.tx.seen = Some(self.state.db);
-            self.tx.pc = if cut.leave_unlocked { Pc::Decide } else { Pc::Seen };
-            let waits = cut.leave_unlocked || self.state.locked_by_another(self.at);
-            return if waits { Some(true) } else { self.leave() };
-        }
-        // What was not locked before is now, by the change of it.
-        self.lock(None)?;
-        if !cut.leave_in_one && !cut.leave_unlocked {
-            self.tx.seen = Some(self.state.db);
+        let in_one = cut.leave_in_one || cut.leave_unlocked;
+        match self.tx.pc {
+            Pc::Sent => {
+                // A statement that does both has the snapshot of its beginning.
+                self.tx.seen = Some(self.state.db);
+                self.tx.pc = if cut.leave_unlocked { Pc::Decide } else { Pc::Seen };
+                let waits = cut.leave_unlocked || self.state.locked_by_another(self.at);
+                return if waits { Some(true) } else { self.leave() };
+            }
+            Pc::Seen if !in_one => {
+                if !self.holds_group()? {
+                    self.tx.pc = Pc::Decide;
+                    return Some(true);
+                }
+                self.tx.seen = Some(self.state.db);
+            }
+            // No group was locked, and this is the snapshot of the next statement.
+            Pc::Decide if !in_one => {
+                let (db, own) = (self.state.db, self.state.db.members[usize::from(self.tx.client)]);
+                let has_come =
+                    own.is_some_and(|own| db.row.is_some_and(|row| row.group && row.fence == own.fence));
+                if has_come && !cut.ends_unheld {
+                    (self.tx.pc, self.tx.seen) = (Pc::Sent, None);
+                    return Some(true);
+                }
+                self.tx.seen = Some(db);
+                if has_come {
+                    self.tx.pc = Pc::Again;
+                    return Some(true);
+                }
+            }
+            // What was not locked before is now, by the change of it.
+            _ => {
+                self.lock(None)?;
+            }
         }
         self.leaves();
         Some(true)
+    }
+
+    /// Whether it has the row of the group that it has seen, if that is still there; `None` if it waits.
+    fn holds_group(&mut self) -> Option<bool> {
+        match self.tx.seen.and_then(|seen| seen.row).filter(|row| row.group) {
+            Some(row) => self.lock(Some(row.born)),
+            None => Some(false),
+        }
     }
 
     fn leaves(&mut self) {
@@ -238,6 +273,53 @@ impl Step<'_> {
         })
     }
 
+    /// One that goes alone: it waits for the group's row.
+    fn shorten(&mut self) -> Option<bool> {
+        let seen = *self.tx.seen.get_or_insert(self.state.db);
+        if self.tx.pc == Pc::Sent && self.state.locked_by_another(self.at) {
+            self.tx.pc = Pc::Seen;
+            return Some(true);
+        }
+        let (now, at, fence) = (self.state.now, usize::from(self.tx.client), self.tx.fence);
+        let held = self.holds_group()?;
+        let row = self.state.db.row.filter(|row| held && row.fence == fence && live(row.expires, now));
+        let own = self.state.db.members[at].filter(|own| own.fence == fence && live(own.expires, now));
+        let (Some(row), Some(own)) = (row, own) else { return Some(self.end(None)) };
+        let in_one = self.cut().trims_in_one;
+        Some(self.change(|db, now| {
+            db.members[at] = Some(Member { expires: now + SHORT, ..own });
+            let mut last = now + SHORT;
+            for (other, member) in seen.members.iter().enumerate() {
+                if let Some(member) = member.filter(|member| other != at && member.fence == fence) {
+                    last = last.max(member.expires);
+                }
+            }
+            let expires = if in_one && row.expires > last + SLACK { last } else { row.expires };
+            db.row = Some(Row { expires: expires.max(now + SHORT), ..row });
+        }))
+    }
+
+    /// Lets a group end with its last member, after the row: what is counted is all there is.
+    fn trim(&mut self) -> Option<bool> {
+        self.tx.seen.get_or_insert(self.state.db);
+        if self.tx.pc == Pc::Sent && self.state.locked_by_another(self.at) {
+            self.tx.pc = Pc::Seen;
+            return Some(true);
+        }
+        if !self.holds_group()? {
+            return Some(false);
+        }
+        Some(self.change(|db, _| {
+            let Some(row) = &mut db.row else { return };
+            let of_group = db.members.iter().flatten().filter(|member| member.fence == row.fence);
+            // Those of a shortening that came late may have been deleted as dead: it has none then.
+            let last = of_group.map(|member| member.expires).max().unwrap_or(OVER);
+            if row.expires > last + SLACK {
+                row.expires = last;
+            }
+        }))
+    }
+
     /// The readers hear what became of their leases.
     fn renewed(&mut self, next: &Database) {
         let fences = self.tx.fences;
@@ -294,7 +376,7 @@ impl Step<'_> {
         let before = self.state.db;
         // Intents are written beside whoever has the row.
         let intent = if self.tx.kind == Kind::Withdraw { None } else { before.intent };
-        self.state.db = Database { intent, ..merge(before, next, &self.tx) };
+        self.state.db = Database { intent, ..merge(before, next, &self.tx, self.cut()) };
         match self.tx.kind {
             Kind::Join => {
                 let fence = self.state.db.members[usize::from(self.tx.client)].map(|member| member.fence);
@@ -316,6 +398,13 @@ impl Step<'_> {
                 self.renewed(&next);
                 false
             }
+            Kind::Shorten if self.cut().trims_none || self.cut().trims_in_one => false,
+            // Also for one that has died meanwhile.
+            Kind::Shorten => {
+                let Tx { client, given_up, .. } = self.tx;
+                self.tx = Tx { kind: Kind::Trim, client, given_up, ..Tx::default() };
+                true
+            }
             _ => self.end(None),
         }
     }
@@ -323,7 +412,7 @@ impl Step<'_> {
 
 /// What a transaction has changed, on what others have committed meanwhile: without the row's lock the two may
 /// differ.
-fn merge(before: Database, next: Database, tx: &Tx) -> Database {
+fn merge(before: Database, next: Database, tx: &Tx, cut: Cut) -> Database {
     if tx.locks {
         return next;
     }
@@ -334,6 +423,12 @@ fn merge(before: Database, next: Database, tx: &Tx) -> Database {
             && row.born == new.born
         {
             row.expires = row.expires.max(new.expires);
+        }
+    }
+    if let (Kind::Leave, at) = (tx.kind, usize::from(tx.client)) {
+        // What it deletes is what it has seen.
+        if merged.members[at].is_some_and(|own| own.fence == tx.fence) || cut.deletes_any_fence {
+            merged.members[at] = None;
         }
     }
     merged

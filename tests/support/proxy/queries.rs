@@ -58,7 +58,7 @@ impl Queries {
     }
 
     /// The name under which this text was prepared by a simple query.
-    fn name_of(&self, sql: &str) -> Option<String> {
+    pub(super) fn name_of(&self, sql: &str) -> Option<String> {
         let (before, _) = self.prepared.split_once(&format!(" AS {sql}"))?;
         let (_, name) = before.rsplit_once("PREPARE ")?;
         Some(name.split('(').next().unwrap_or(name).to_owned())

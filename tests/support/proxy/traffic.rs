@@ -99,7 +99,7 @@ fn pump_queries(
             continue;
         };
         let action = inner.decide(&sql);
-        let frame = inner.rewrite(frame);
+        let frame = inner.rewrite(frame, &queries);
         match action {
             Action::CutQueryAt(n) => {
                 server.write_all(frame.get(..n.min(frame.len() - 1)).unwrap_or_default())?;
