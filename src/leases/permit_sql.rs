@@ -116,9 +116,9 @@ pub(super) fn grant(tables: &Tables, more: &str) -> String {
            INSERT INTO {locks} AS l (key, lock_id, expires_at_ms, acquired_at_ms, fence, user_key) \
            SELECT slot.key, $4, f.now {PLUS} $5, f.now, pg_catalog.lpad(f.fence::pg_catalog.text, 15, '0'), slot.key \
            FROM slot, f \
-           ON CONFLICT (key) DO {} RETURNING l.expires_at_ms, l.fence, l.lock_id, {VERSION} AS version){more} \
+           ON CONFLICT (key) DO {} RETURNING l.key, l.expires_at_ms, l.fence, l.lock_id, {VERSION} AS version){more} \
          SELECT u.expires_at_ms, u.fence, u.version, (1 OPERATOR(pg_catalog./) (CASE \
-             WHEN f.fence IS NOT NULL AND (u.lock_id IS NULL OR u.lock_id {NE} $4) OR counter.fence {GE} f.fence \
+             WHEN f.fence IS NOT NULL AND (u.key IS NULL OR u.key {NE} slot.key OR u.lock_id {NE} $4) OR counter.fence {GE} f.fence \
              THEN 0 ELSE 1 END))::pg_catalog.int8, {DURABLE}, slot.n, NULL::pg_catalog.text \
            FROM slot LEFT JOIN f ON true LEFT JOIN u ON true LEFT JOIN counter ON true \
          UNION ALL SELECT NULL, NULL, NULL, 1, NULL, NULL, own.key FROM own",

@@ -28,7 +28,7 @@ pub(crate) struct SetStatements {
     pub(crate) hold: Statement,
     /// As `absent`: the grant, whatever rows stand. Answers for each key (place, expiry, fence,
     /// version, …, the rest in ms and the fence of the row that stood, whether it was live, whether it was ours,
-    /// how many are ours, whether all rows and counters were free, whether the counter was free).
+    /// how many are ours, whether all rows and counters were free, whether the counter is free or not there).
     pub(crate) grant: Statement,
     /// `(storage keys, lock ids)`: writes granted rows back as they are. Answers (place, expiry, fence, version).
     pub(crate) confirm: Statement,
@@ -85,7 +85,7 @@ const WANT_IDS: &str = "want AS MATERIALIZED (\
 fn all_or_nothing() -> String {
     format!(
         "1 OPERATOR(pg_catalog./) (CASE WHEN EXISTS (SELECT 1 FROM f) AND (\
-           (SELECT {COUNT} FROM u JOIN want AS w ON w.lock_id {EQ} u.lock_id) {NE} (SELECT {COUNT} FROM want) \
+           (SELECT {COUNT} FROM u JOIN want AS w ON w.lock_id {EQ} u.lock_id AND w.key {EQ} u.key) {NE} (SELECT {COUNT} FROM want) \
            OR EXISTS (SELECT 1 FROM counter JOIN f ON f.fence_key {EQ} counter.fence_key WHERE counter.fence {GE} f.fence)) \
          THEN 0 ELSE 1 END)"
     )
@@ -197,6 +197,7 @@ pub(super) fn grant(tables: &Tables, more: &str) -> String {
            {check}, \
            look.rest_ms, look.fence, look.live, look.own, (SELECT {COUNT} FROM cur WHERE cur.own), \
            (SELECT {COUNT} FROM ok), EXISTS (SELECT 1 FROM counter WHERE counter.place {EQ} want.place) \
+             OR NOT EXISTS (SELECT 1 FROM {fences} AS c WHERE c.fence_key {EQ} want.fence_key) \
          FROM want LEFT JOIN u ON u.key {EQ} want.key LEFT JOIN look ON look.place {EQ} want.place ORDER BY want.place",
         rows(tables),
         raise(tables, "CROSS JOIN ok"),

@@ -232,7 +232,7 @@ fn member(tables: &Tables) -> String {
     format!(
         "joined AS (\
            SELECT g.fence, g.now, g.lasts, g.rest FROM g \
-           UNION ALL SELECT u.fence, u.expires_at_ms {MINUS} $5, true, NULL::pg_catalog.int8 FROM u), \
+           UNION ALL SELECT u.fence, u.expires_at_ms {MINUS} $5, true, NULL::pg_catalog.int8 FROM u WHERE u.ours), \
          m AS (\
            INSERT INTO {members} AS m (lock_id, key, role, since_ms, expires_at_ms, fence, owner, note) \
            SELECT $6, $1, 's', j.now, j.now {PLUS} $5, j.fence, {owner}, {note} FROM joined AS j \
@@ -240,7 +240,8 @@ fn member(tables: &Tables) -> String {
              since_ms = CASE WHEN {same} THEN m.since_ms ELSE EXCLUDED.since_ms END, \
              expires_at_ms = CASE WHEN {same} THEN m.expires_at_ms ELSE EXCLUDED.expires_at_ms END \
            WHERE m.key {EQ} EXCLUDED.key AND m.role {EQ} 's' \
-           RETURNING m.expires_at_ms, m.fence, m.xmin::pg_catalog.text AS version)"
+           RETURNING m.expires_at_ms, CASE WHEN m.lock_id {EQ} $6 AND m.key {EQ} $1 THEN m.fence END AS fence, \
+             m.xmin::pg_catalog.text AS version)"
     )
 }
 

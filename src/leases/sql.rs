@@ -279,7 +279,8 @@ pub(super) fn insert(tables: &Tables, (fence, now): (&str, &str), source: &str, 
            INSERT INTO {locks} AS l (key, lock_id, expires_at_ms, acquired_at_ms, fence, user_key) \
            SELECT $1, $4, {now} {PLUS} $5, {now}, pg_catalog.lpad({fence}::pg_catalog.text, 15, '0'), $3 \
            FROM {source} \
-           ON CONFLICT (key) DO {conflict} RETURNING l.expires_at_ms, l.fence, l.lock_id, {VERSION} AS version)"
+           ON CONFLICT (key) DO {conflict} \
+           RETURNING l.expires_at_ms, l.fence, l.lock_id, {VERSION} AS version, l.key {EQ} $1 AND l.lock_id {EQ} $4 AS ours)"
     )
 }
 
@@ -299,14 +300,14 @@ fn write(tables: &Tables) -> String {
     format!("{}, {}", raise(tables, "FROM ok", ""), insert(tables, ("f.fence", "ok.now"), "f, ok", &upsert()))
 }
 
-/// Fails the message if the counter was raised and the row does not carry our lock id, `$4`: it was not
-/// written, or a trigger has put the old one back. A burnt fence must not be committed. The same where a
+/// Fails the message if the counter was raised and the row is not our key's with our lock id: it was not
+/// written, or a trigger has put the old one back, or has written another one. A burnt fence must not be committed. The same where a
 /// trigger has put the counter back, for its number was granted before. (Division by zero, 22012, which
 /// nothing else here can raise.)
 pub(super) fn all_or_nothing(tables: &Tables) -> String {
     let fences = &tables.fences;
     format!(
-        "1 OPERATOR(pg_catalog./) (CASE WHEN EXISTS (SELECT 1 FROM f) AND NOT EXISTS (SELECT 1 FROM u WHERE u.lock_id {EQ} $4) \
+        "1 OPERATOR(pg_catalog./) (CASE WHEN EXISTS (SELECT 1 FROM f) AND NOT EXISTS (SELECT 1 FROM u WHERE u.ours) \
            OR EXISTS (SELECT 1 FROM f, {fences} AS c WHERE c.fence_key {EQ} $2 AND c.fence {GE} f.fence) THEN 0 ELSE 1 END)"
     )
 }
@@ -386,7 +387,8 @@ pub(super) fn acquire_parts(tables: &Tables, condition: &str) -> String {
 /// 3. Nobody else has the counter locked, by [`busy`]. If one comes in between, its end is waited for, within
 ///    the limits of every wait.
 /// 4. The clock is read after the counter was taken, for its answer.
-/// 5. The counter has a greater number than before: a trigger may put the old one back.
+/// 5. The counter has a greater number than before, and the row our key and our id: a trigger may put the old number
+///    back, or write another row.
 ///
 /// The executor sets up every part of a statement with each call: a part more takes it longer than what the
 /// part does. So what is asked once stands in the condition, and not in a part of its own.
@@ -402,7 +404,7 @@ pub(super) fn acquire_absent(tables: &Tables, only: Where<'_>) -> String {
          counter AS MATERIALIZED (SELECT x.fence, {busy} FROM {fences} AS x WHERE x.fence_key {EQ} $2), \
          {}, {}{after} \
          SELECT u.expires_at_ms, u.fence, u.version, (1 OPERATOR(pg_catalog./) \
-           (CASE WHEN u.fence IS NULL OR counter.fence {GE} f.fence THEN 0 ELSE 1 END))::pg_catalog.int8, {DURABLE} \
+           (CASE WHEN u.ours IS NOT TRUE OR counter.fence {GE} f.fence THEN 0 ELSE 1 END))::pg_catalog.int8, {DURABLE} \
            FROM f LEFT JOIN u ON true LEFT JOIN counter ON true \
          UNION ALL SELECT look.expires_at_ms, look.lock_id, NULL, {CLOCK}, NULL FROM look",
         raise(tables, free, &format!(", {CLOCK} AS now")),

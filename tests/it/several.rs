@@ -10,12 +10,19 @@ use crate::support::listeners::patient;
 use crate::support::{Action, Call, LIMIT, Place, Proxy, TTL, id, place, together, wait_until};
 use postgres::NoTls;
 use r2d2_postgres::PostgresConnectionManager;
-use syncguard::backend::{AttemptAll, Grant, GrantAll, LockBackend};
-use syncguard::{ErrorCode, ExtendResult, LockOptions, LostReason, MultiGuard, PgLockClient, ReleaseResult};
+use syncguard::backend::{AttemptAll, Clock, Grant, GrantAll, LockBackend, Reason, ReleaseOutcome};
+use syncguard::{
+    ErrorCode, ExtendResult, Fence, LockOptions, LostReason, MultiGuard, PgLockClient, ReleaseResult,
+};
 
 /// Keys that no other test uses.
 fn keys(place: &Place, n: usize) -> Vec<String> {
     (0..n).map(|i| place.key(&format!("k{i:02}"))).collect()
+}
+
+/// Keys and ids, as an attempt has them.
+fn pairs<'a>(keys: &'a [String], ids: &'a [String]) -> Vec<(&'a str, &'a str)> {
+    keys.iter().zip(ids).map(|(key, id)| (key.as_str(), id.as_str())).collect()
 }
 
 fn held(place: &Place, keys: &[String]) -> usize {
@@ -28,11 +35,17 @@ fn a_set_is_taken_in_one_message_and_each_key_is_an_ordinary_row() {
     let (client, keys) = (place.named("one-message"), keys(&place, 8));
     let names = client.lock_all(&keys).unwrap().keys().len(); // with everything prepared
     assert_eq!(names, 8);
+    place.stored.run(
+        "UPDATE syncguard_fence_counters AS c SET fence = other.n FROM \
+         (SELECT fence_key, row_number() OVER () + 20 AS n FROM syncguard_fence_counters) AS other \
+         WHERE other.fence_key = c.fence_key",
+    );
+    let before: Vec<_> = keys.iter().map(|key| place.stored.counter(key).unwrap()).collect();
     let guard = client.lock_all(&keys).unwrap();
     let rows: Vec<_> = keys.iter().map(|key| place.stored.row(key).unwrap()).collect();
-    for (key, row) in keys.iter().zip(&rows) {
+    for ((key, row), before) in keys.iter().zip(&rows).zip(&before) {
         assert_eq!(Some(&row.fence), guard.fence(key).map(|fence| fence.to_string()).as_ref());
-        assert_eq!(place.stored.counter(key), Some(2));
+        assert_eq!(place.stored.counter(key), Some(before + 1), "each from its own");
         assert_eq!(row.expires_at_ms, rows[0].expires_at_ms, "one moment");
         assert_eq!(row.user_key, *key);
         assert!(place.client.try_lock(key).unwrap().is_none(), "held for everybody");
@@ -65,9 +78,14 @@ fn one_held_key_refuses_the_set_and_burns_no_fence_in_either_form() {
     let keys = keys(&place, 3);
     place.hold(&keys[1]);
     place.stored.write(&keys[2], &id("over"), -5_000, 7);
+    let ids = ["part-a", "part-b", "part-c"].map(id);
+    let leases = pairs(&keys, &ids);
     for two_messages in FORMS {
-        let client = place.client.cancellable(&token(two_messages));
-        assert!(client.try_lock_all(&keys).unwrap().is_none());
+        let attempt = AttemptAll::new(&leases, TTL, place.client.clock().now().after(LIMIT));
+        let answer = place.client.grant_all(&attempt, &token(two_messages)).unwrap();
+        let GrantAll::Held { index: 1, holder } = answer else { panic!("{answer:?}") };
+        assert_eq!(holder.fence.map(Fence::get), Some(1), "who has the key in the way");
+        assert!(place.client.cancellable(&token(two_messages)).try_lock_all(&keys).unwrap().is_none());
         assert_eq!((place.stored.row(&keys[0]), place.stored.counter(&keys[0])), (None, None));
         assert_eq!(place.stored.row(&keys[2]).unwrap().lock_id, id("over"));
     }
@@ -78,14 +96,17 @@ fn one_held_key_refuses_the_set_and_burns_no_fence_in_either_form() {
 fn a_fenced_transaction_on_one_key_keeps_the_set_without_a_wait() {
     let place = place();
     let keys = keys(&place, 2);
-    let guard = place.client.lock(&keys[0]).unwrap();
+    let guard = place.client.lock(&keys[1]).unwrap();
     let mut connection = place.schema.client();
     let mut transaction = connection.transaction().unwrap();
     guard.fence_transaction(&mut transaction).unwrap();
     guard.release().unwrap();
+    let ids = ["part-a", "part-b"].map(id);
+    let leases = pairs(&keys, &ids);
     for two_messages in FORMS {
-        let client = place.client.cancellable(&token(two_messages));
-        assert!(client.try_lock_all(&keys).unwrap().is_none());
+        let attempt = AttemptAll::new(&leases, TTL, place.client.clock().now().after(LIMIT));
+        let answer = place.client.grant_all(&attempt, &token(two_messages)).unwrap();
+        assert!(matches!(answer, GrantAll::Held { index: 1, .. }), "the key in the way: {answer:?}");
     }
     assert_eq!(held(&place, &keys), 0);
     transaction.commit().unwrap();
@@ -276,8 +297,7 @@ fn a_part_under_the_same_ids_is_released_and_the_set_is_refused() {
     let place = place();
     let keys = keys(&place, 3);
     let ids = ["part-a", "part-b", "part-c"].map(id);
-    let leases: Vec<(&str, &str)> =
-        keys.iter().zip(&ids).map(|(key, id)| (key.as_str(), id.as_str())).collect();
+    let leases = pairs(&keys, &ids);
     for two_messages in FORMS {
         place.stored.write(&keys[0], &ids[0], 30_000, 1);
         place.stored.write(&keys[2], &ids[2], 30_000, 1);
@@ -314,8 +334,7 @@ fn a_set_that_is_asked_for_again_is_granted_only_while_all_its_rows_live() {
     let client = leases::connect(builder, &named(&proxy.url(&place.schema.url()), "asks-again"));
     drop(client.lock_all(&keys).unwrap());
     let ids = ["part-a", "part-b", "part-c"].map(id);
-    let leases: Vec<(&str, &str)> =
-        keys.iter().zip(&ids).map(|(key, id)| (key.as_str(), id.as_str())).collect();
+    let leases = pairs(&keys, &ids);
     for (change, granted) in [
         ("user_key = user_key", true),
         ("expires_at_ms = 0", false),
@@ -399,5 +418,41 @@ fn a_trigger_that_puts_a_counter_back_is_an_error_for_the_whole_set() {
             assert!(keys.iter().all(|key| place.stored.counter(key) == Some(1)), "no fence is burnt");
             assert!(place.stored.row(&keys[1]).is_none());
         }
+    }
+}
+
+#[test]
+fn a_release_of_several_judges_each_by_its_own_row() {
+    let place = place();
+    let [live, over, kept] = ["live", "over", "kept"].map(|word| (place.key(word), id(word)));
+    for labelled in [false, true] {
+        let client = if labelled {
+            PgLockClient::builder().owner("batch").connect(&place.schema.url()).unwrap()
+        } else {
+            place.client.clone()
+        };
+        place.stored.write(&live.0, &live.1, 60_000, 1);
+        place.stored.write(&over.0, &over.1, -5_000, 1);
+        let deadline = Clock::system().now().after(LIMIT);
+        let answers = client.release_all(&[&live.1, &over.1, &id("none")], deadline).unwrap();
+        let [expired, none] =
+            [Reason::Expired, Reason::NotFound].map(|why| ReleaseOutcome::NotHeld(Some(why)));
+        assert_eq!(answers, [ReleaseOutcome::Released, expired, none]);
+        assert_eq!(place.stored.row(&live.0), None);
+        assert_eq!(place.stored.row(&over.0).unwrap().lock_id, over.1, "left to whoever takes it over");
+
+        // What is kept is not called released because another is.
+        place.stored.write(&live.0, &live.1, 60_000, 1);
+        place.stored.write(&kept.0, &kept.1, 60_000, 1);
+        place.stored.run(&format!(
+            "CREATE OR REPLACE FUNCTION in_the_way() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RETURN NULL; END $$; \
+             CREATE TRIGGER in_the_way BEFORE DELETE ON syncguard_locks FOR EACH ROW \
+             WHEN (OLD.lock_id = '{}') EXECUTE FUNCTION in_the_way()",
+            kept.1
+        ));
+        let error = client.release_all(&[&live.1, &kept.1], deadline).unwrap_err();
+        assert!(error.code() == ErrorCode::Internal && error.to_string().contains("trigger"), "{error:?}");
+        assert_eq!(place.stored.row(&kept.0).unwrap().lock_id, kept.1);
+        place.stored.run("DROP TRIGGER in_the_way ON syncguard_locks; DELETE FROM syncguard_locks");
     }
 }

@@ -91,6 +91,42 @@ fn an_acquire_whose_row_is_swallowed_is_an_error_and_not_contention() {
     }
 }
 
+/// A row under another id is nobody's, for no guard could renew or release it; one under another key excludes nobody.
+#[test]
+fn a_grant_that_is_written_otherwise_is_an_error_and_leaves_nothing() {
+    let place = place();
+    let options = LockOptions::new().ttl(TTL).heartbeat(Heartbeat::Off);
+    let other_id = "NEW.lock_id := 'other' || substr(NEW.lock_id, 6); RETURN NEW";
+    let other_key = "NEW.key := 'other ' || NEW.key; RETURN NEW";
+    place.client.read_lock_with("makes the table", &options).unwrap().release().unwrap();
+    for (changed, over) in [(other_id, false), (other_key, false), (other_id, true), (other_key, true)] {
+        let tag = format!("{} {over}", &changed[4..8]);
+        let keys = ["plain", "one", "two", "shared"].map(|word| format!("{word} {tag}"));
+        let [plain, one, two, shared] = &keys;
+        let semaphore = place.client.semaphore(&format!("name {tag}"), 1).unwrap();
+        for (n, key) in keys.iter().enumerate().filter(|_| over) {
+            place.stored.write(key, &id(&format!("{n}-{}", &changed[4..7])), -5_000, 3);
+        }
+        let trigger = Trigger::new(&place, LOCKS, "INSERT OR UPDATE", changed);
+        for two_messages in FORMS {
+            let token = token(two_messages);
+            says_what_is_in_the_way(LockBackend::acquire(&place.client, plain, TTL, &token));
+        }
+        says_what_is_in_the_way(place.client.try_lock_all_with(&[one, two], &options));
+        says_what_is_in_the_way(semaphore.try_acquire_with(&options));
+        says_what_is_in_the_way(place.client.try_read_lock_with(shared, &options));
+        drop(trigger);
+        let trigger = Trigger::new(&place, MEMBERS, "INSERT OR UPDATE", changed);
+        says_what_is_in_the_way(place.client.try_read_lock_with(shared, &options));
+        drop(trigger);
+        for key in &keys {
+            assert_eq!(place.stored.row(key).is_some(), over, "{key}");
+        }
+        let others = place.stored.one("SELECT count(*) FROM syncguard_locks WHERE key LIKE 'other %'", &[]);
+        assert_eq!((others.get::<_, i64>(0), semaphore.in_use().unwrap()), (0, 0), "{tag}");
+    }
+}
+
 #[test]
 fn an_acquire_whose_counter_is_swallowed_is_an_error_that_does_not_call_it_exhausted() {
     let place = place();

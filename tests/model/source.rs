@@ -43,7 +43,7 @@ const STATEMENTS: [(&str, &str); 38] = [
     ("its clock comes after the counter", "raise(tables, free, &format!(\", {CLOCK} AS now\"))"),
     ("it is the answer of the counter's statement", "RETURNING c.fence{more})"),
     ("the index decides, not the look", "insert(tables, (\"f.fence\", \"f.now\"), \"f\", \"NOTHING\")"),
-    ("it is all or nothing, too", "(CASE WHEN u.fence IS NULL OR counter.fence {GE} f.fence THEN 0"),
+    ("it is all or nothing, too", "(CASE WHEN u.ours IS NOT TRUE OR counter.fence {GE} f.fence THEN 0"),
     (
         "a live lease is judged when it is found",
         "DELETE FROM {locks} AS l WHERE l.lock_id {EQ} $1 AND {alive} ",
