@@ -6,6 +6,7 @@
 
 mod completed;
 mod lost_answers;
+mod marks;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};

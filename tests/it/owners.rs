@@ -106,13 +106,14 @@ fn whoever_asks_who_has_a_key_is_told_its_owner_and_note() {
 }
 
 #[test]
-fn every_kind_of_lease_has_its_note_and_takes_it_along() {
+fn every_kind_of_lease_has_its_note_and_takes_it_along_and_no_other() {
     let place = place();
     let client = owned(&place);
+    let bystander = client.lock_with(&place.key("bystander"), &noted()).unwrap();
     for (form, client) in [client.clone(), client.cancellable(&token(true))].into_iter().enumerate() {
         let shown = |what: &str, count: usize| {
             let holders = place.client.operator().holders(10).unwrap();
-            assert_eq!(holders.len(), count, "{what}");
+            assert_eq!(holders.len(), count + 1, "{what}");
             for one in &holders {
                 assert_eq!(said(one), (Some(OWNER), Some("invoices")), "{what}");
             }
@@ -150,10 +151,14 @@ fn every_kind_of_lease_has_its_note_and_takes_it_along() {
         );
         reader.release().unwrap();
         let lease = client.acquire(&place.key("raw"), LIMIT).unwrap().acquired().unwrap();
-        assert_eq!(said(&holder(&place.client)), (Some(OWNER), None), "a raw lease");
+        let raw = client.get_by_id(&lease.lock_id).unwrap().unwrap();
+        assert_eq!(said(&raw), (Some(OWNER), None), "a raw lease");
         client.release(&lease.lock_id).unwrap();
-        assert_eq!(members(&place), 0, "nothing is left of any of them");
+        shown("nothing besides", 0);
+        assert_eq!(members(&place), 1, "nothing is left of any of them");
     }
+    bystander.release().unwrap();
+    assert_eq!(members(&place), 0);
 }
 
 #[test]

@@ -5,7 +5,8 @@ usage: one_build.py TREE RESULTS SECONDS CARGO-MUTANTS FILE…
 
 TREE is a copy of the sources, and is changed. RESULTS gets a line per mutant as it is decided: what became of it, and its
 name; what stands there already is not run again. What does not build is left out and noted, mutant by mutant. The files'
-mutants are run in the order of the files, by the library's own tests, until one of them fails.
+mutants are run in the order of the files, by the library's own tests, and what survives those by the programs that use it
+from outside, until a test fails.
 """
 
 import concurrent.futures
@@ -21,6 +22,16 @@ import time
 LIMIT = 240
 # The second round, over what survives the first; the control of the schedules tests those tests.
 SLOW = ["schedules::every", "without_recursion"]
+# After the library's own tests those of these programs whose names have one of these words, for files that begin so.
+# (Not those that read the sources, which are others here.)
+OVER_MEMORY = ["memory", "election", "once", "permits", "several", "telemetry", "values", "whole_locks"]
+ON_A_SERVER = ["server_settings", "several_hosts", "schema_setup", "security", "pools", "altered_tables"]
+OUTSIDE = [
+    ("", "pure", [f"{file}::" for file in OVER_MEMORY] + ["memory_contract::"]),
+    ("src/pg/", "it", [f"{file}::" for file in ON_A_SERVER]),
+]
+# What the library's own tests do not need, and would be built with them.
+DEPENDENTS = ("syncguard-contract = ", "syncguard-test-support = ")
 QUICK = [word for skipped in ["schedules::", "without_recursion"] for word in ["--skip", skipped]]
 NUMBER = """
 mod mutants {
@@ -80,13 +91,13 @@ def written(text, mutants):
     return out + text[at:], owners, left_out
 
 
-def compiled(tree):
+def compiled(tree, *target):
     """The test program, and files and lines of what the compiler does not take."""
-    command = ["cargo", "test", "--offline", "--package=syncguard", "--all-features", "--lib", "--no-run"]
+    command = ["cargo", "test", "--offline", "--package=syncguard", "--all-features", *target, "--no-run"]
     built = subprocess.run([*command, "--message-format=json"], cwd=tree, capture_output=True, text=True)
     found, program = [], None
     for said in map(json.loads, built.stdout.splitlines()):
-        program = said.get("executable") or program
+        program = said.get("executable") if said.get("profile", {}).get("test") else program
         message = said.get("message")
         if isinstance(message, dict) and message["level"] == "error":
             found += [(span["file_name"], span["line_start"]) for span in message["spans"] if span["is_primary"]]
@@ -110,7 +121,7 @@ def build(tree, left, note):
             (tree / name).write_text(changed)
             for number in left_out:
                 note("not in one build", left.pop(number))
-        program, found = compiled(tree)
+        program, found = compiled(tree, "--lib")
         if not found:
             return program
         before = len(left)
@@ -163,13 +174,20 @@ def main():
         if time.monotonic() < end:
             # Those of its own module first.
             near = item[1]["file"].split("/")[1].removesuffix(".rs") + "::"
-            rounds = ([near, *QUICK], [*QUICK, "--skip", near], SLOW)
-            found = next(filter(None, (run(program, item[0], tests) for tests in rounds)), "SURVIVED")
+            rounds = [(program, words) for words in ([near, *QUICK], [*QUICK, "--skip", near], SLOW)]
+            rounds += [(outside[name], words) for start, name, words in OUTSIDE if item[1]["file"].startswith(start)]
+            found = next(filter(None, (run(which, item[0], words) for which, words in rounds)), "SURVIVED")
             note(found, item[1])
 
+    manifest = (tree / "Cargo.toml").read_text()
+    alone = [line for line in manifest.splitlines(keepends=True) if not line.startswith(DEPENDENTS)]
+    (tree / "Cargo.toml").write_text("".join(alone))
     program = build(tree, left, note)
-    if found := run(program, 0, QUICK):
-        sys.exit(f"without a mutant: {found}")
+    (tree / "Cargo.toml").write_text(manifest)
+    outside = {name: compiled(tree, "--test", name)[0] for _, name, _ in OUTSIDE}
+    for which, words in [(program, QUICK), *((outside[name], words) for _, name, words in OUTSIDE)]:
+        if found := run(which, 0, words):
+            sys.exit(f"without a mutant: {found}")
     end = time.monotonic() + float(seconds)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         list(pool.map(decide, left.items()))

@@ -168,26 +168,34 @@ fn an_attempt_that_is_asked_for_again_commits_as_durably() {
     let place = place();
     probe(&place);
     let role = Role::with_tables(&place.schema);
-    role.set(&place.schema, "synchronous_commit", "off");
-    let client = role.connect(PgLockClient::builder()).unwrap();
-    let (key, id) = (place.key("a"), crate::support::id("mine"));
+    for (level, durable) in [("off", "on"), ("remote_apply", "remote_apply")] {
+        role.set(&place.schema, "synchronous_commit", level);
+        asked_again(&place, &role.connect(PgLockClient::builder()).unwrap(), level, durable);
+    }
+}
+
+fn asked_again(place: &Place, client: &PgLockClient, level: &str, durable: &str) {
+    let name = |word: &str| format!("{word} {level}");
+    let id = |word: &str| crate::support::id(&format!("{word}{}", level.replace('_', "-")));
+    // It writes: a transaction that only reads would not wait for a standby.
+    let again = [format!("syncguard_locks UPDATE {durable}")];
+    let (key, mine) = (place.key(&name("a")), id("a"));
     let deadline = syncguard::backend::Clock::system().now().after(LIMIT);
-    let attempt = syncguard::backend::Attempt::new(&key, &id, TTL, deadline);
+    let attempt = syncguard::backend::Attempt::new(&key, &mine, TTL, deadline);
     let first = client.attempt(&attempt, &token(false)).unwrap();
-    commits(&place);
+    commits(place);
     for two in FORMS {
         assert_eq!(client.attempt(&attempt, &token(two)).unwrap(), first);
-        // It writes: a transaction that only reads would not wait for a standby.
-        assert_eq!(commits(&place), ["syncguard_locks UPDATE on"]);
+        assert_eq!(commits(place), again);
     }
-    let (key, id) = (place.key("b"), crate::support::id("run"));
-    let attempt = syncguard::backend::Attempt::new(&key, &id, TTL, deadline);
+    let (key, mine) = (place.key(&name("b")), id("b"));
+    let attempt = syncguard::backend::Attempt::new(&key, &mine, TTL, deadline);
     let begin = syncguard::backend::BeginRun::new(attempt, syncguard::Slot::number(1));
     client.begin_run(&begin, &token(false)).unwrap();
-    commits(&place);
+    commits(place);
     for two in FORMS {
         client.begin_run(&begin, &token(two)).unwrap();
-        assert_eq!(commits(&place), ["syncguard_locks UPDATE on"]);
+        assert_eq!(commits(place), again);
     }
 }
 
