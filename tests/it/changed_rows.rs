@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use postgres::{Client, Transaction};
 use syncguard::backend::{Clock, RenewOutcome, Renewal};
 use syncguard::{
-    FENCE_MAX, Fence, Heartbeat, LockBackend, LockOptions, LostReason, PgLockClient, Result, RunOnce, Slot,
+    CancelToken, FENCE_MAX, Fence, Heartbeat, LockBackend, LockOptions, LostReason, PgLockClient, Result, RunOnce, Slot,
 };
 
 use crate::support::leases::connect;
@@ -43,8 +43,9 @@ const OF_A_ROW: [(&str, &str); 7] = [
 ];
 
 /// What changes the member of a reader, whose group stays as it is.
-const OF_A_MEMBER: [(&str, &str); 5] = [
+const OF_A_MEMBER: [(&str, &str); 6] = [
     ("the member is gone", "DELETE FROM syncguard_members"),
+    ("the member is another", "UPDATE syncguard_members SET lock_id = 'BBBBBBBBBBBBBBBBBBBBBA' WHERE key = 'k'"),
     ("the member's time is over", "UPDATE syncguard_members SET expires_at_ms = 0"),
     ("the member's fence is another", "UPDATE syncguard_members SET fence = '000000000000009'"),
     ("the member's key is another", "UPDATE syncguard_members SET key = 'x'"),
@@ -128,10 +129,12 @@ fn no_kind_of_grant_counts_on_from_a_counter_that_nobody_can_have_counted_to() {
     for (who, grant) in GRANTS {
         let schema = crate::support::schema();
         let (client, mut sql) = (client(&schema), schema.client());
-        for expired in [false, true] {
+        // With a token in two messages.
+        let both = [client.clone(), client.cancellable(&CancelToken::new())];
+        for (expired, client) in [(false, &both[0]), (true, &both[0]), (false, &both[1]), (true, &both[1])] {
             for fence in [-5, max, i64::MAX] {
                 sql.batch_execute(NOTHING).unwrap();
-                assert!(grant(&client).unwrap(), "{who}");
+                assert!(grant(client).unwrap(), "{who}");
                 let counters =
                     "UPDATE syncguard_fence_counters SET fence = $1 WHERE fence_key !~ '(done|number)$'";
                 assert!(sql.execute(counters, &[&fence]).unwrap() > 0);
@@ -142,7 +145,7 @@ fn no_kind_of_grant_counts_on_from_a_counter_that_nobody_can_have_counted_to() {
                                FROM syncguard_fence_counters WHERE fence_key !~ '(done|number)$'";
                     sql.execute(row, &[]).unwrap();
                 }
-                let answer = grant(&client);
+                let answer = grant(client);
                 assert!(answer.is_err(), "{who}, over a dead row: {expired}, from {fence}: {answer:?}");
                 let moved = "SELECT count(*) FROM syncguard_fence_counters WHERE fence_key !~ '(done|number)$' AND fence <> $1";
                 let moved: i64 = sql.query_one(moved, &[&fence]).unwrap().get(0);

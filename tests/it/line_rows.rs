@@ -274,6 +274,47 @@ fn a_grant_ends_its_own_ticket_and_begins_the_next_one_and_changes_nobody_elses_
     }
 }
 
+/// An announcement clears away what whoever waited for the key has left, and touches nothing else.
+#[test]
+fn a_ticket_changes_nobody_elses_row_and_lives_though_it_was_long_over() {
+    let place = place();
+    ready(&place);
+    let (key, own) = (place.key("till"), id("m"));
+    let dead = |name: &str, key: &str, role| Row {
+        id: id(name),
+        key: key.to_owned(),
+        role,
+        since_ms: 1_000,
+        lasts_ms: -3_600_000,
+        priority: 0,
+    };
+    let announce = |id: &str| {
+        let intent = Intent::new(&key, id, ms(0), ms(4_000));
+        place.client.announce(&intent, Clock::system().now().after(LIMIT))
+    };
+    let live = |id: &str| {
+        let now = place.stored.now_ms();
+        let sql = format!("lock_id = '{id}' AND role = 'w' AND note IS NULL AND expires_at_ms > {}", now - 3_000_000);
+        rows(&place, &sql).len()
+    };
+    // A note stays as it was written, though its lease is renewed.
+    let others = [dead("n", &key, 'n'), dead("s", &key, 's'), dead("x", &place.key("other"), 'w')];
+    place.stored.run("DELETE FROM syncguard_members");
+    let now_ms = place.stored.now_ms();
+    others.iter().chain([&dead("m", &key, 'w'), &dead("w", &key, 'w')]).for_each(|row| row.write(&place, now_ms));
+    let of_others = format!("lock_id NOT IN ('{own}', '{}')", id("w"));
+    let before = rows(&place, &of_others);
+    announce(&own).unwrap();
+    assert_eq!(live(&own), 1, "its own, though it was over");
+    assert_eq!(rows(&place, &format!("lock_id = '{}'", id("w"))), Vec::<String>::new(), "left behind");
+    assert_eq!(rows(&place, &of_others), before);
+    // An id that is somebody else's already.
+    for other in [dead("s", &key, 's'), dead("n", &key, 'n'), dead("x", &place.key("other"), 'w')] {
+        let _ = announce(&other.id);
+        assert_eq!(rows(&place, &of_others), before, "{}", other.role);
+    }
+}
+
 #[test]
 fn without_a_grant_no_ticket_ends_or_begins_and_without_a_next_one_none_begins() {
     let place = place();

@@ -166,17 +166,41 @@ fn a_claimed_slot_is_not_completed_in_a_transaction() {
 #[test]
 fn its_commit_is_durable_whatever_the_session_says() {
     let (place, mut connection) = with_effects();
-    connection.batch_execute("SET synchronous_commit TO off").unwrap();
-    let ran = place.client.run_once(&place.key("job"), Slot::number(7), &LockOptions::new(), |run| {
-        let mut transaction = connection.transaction().unwrap();
-        run.complete_in(&mut transaction).unwrap();
-        let setting: String = transaction.query_one("SHOW synchronous_commit", &[]).unwrap().get(0);
-        transaction.commit().unwrap();
-        Ok::<_, String>(setting)
-    });
-    assert_eq!(ran.unwrap(), RunOnce::Done("on".to_owned()));
-    let setting: String = connection.query_one("SHOW synchronous_commit", &[]).unwrap().get(0);
-    assert_eq!(setting, "off", "for that transaction alone");
+    for (level, durable) in [("off", "on"), ("remote_apply", "remote_apply")] {
+        connection.batch_execute(&format!("SET synchronous_commit TO {level}")).unwrap();
+        let ran = place.client.run_once(&place.key(level), Slot::number(7), &LockOptions::new(), |run| {
+            let mut transaction = connection.transaction().unwrap();
+            run.complete_in(&mut transaction).unwrap();
+            let setting: String = transaction.query_one("SHOW synchronous_commit", &[]).unwrap().get(0);
+            transaction.commit().unwrap();
+            Ok::<_, String>(setting)
+        });
+        assert_eq!(ran.unwrap(), RunOnce::Done(durable.to_owned()));
+        let setting: String = connection.query_one("SHOW synchronous_commit", &[]).unwrap().get(0);
+        assert_eq!(setting, level, "for that transaction alone");
+    }
+}
+
+#[test]
+fn a_transaction_whose_mark_a_trigger_puts_back_cannot_commit() {
+    for body in ["RETURN NULL", "NEW.fence := OLD.fence; RETURN NEW"] {
+        let (place, mut connection) = with_effects();
+        let name = place.key("job");
+        assert_eq!(run_job(&place.client, &name, Slot::number(1)).unwrap(), RunOnce::Done("made"));
+        place.stored.run(&format!(
+            "CREATE FUNCTION in_the_way() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN {body}; END $$; \
+             CREATE TRIGGER in_the_way BEFORE UPDATE ON syncguard_fence_counters FOR EACH ROW \
+             WHEN (NEW.fence_key LIKE '%number') EXECUTE FUNCTION in_the_way()"
+        ));
+        let ran = place.client.run_once(&name, Slot::number(7), &LockOptions::new(), |run| {
+            let mut transaction = connection.transaction().unwrap();
+            let refused = run.complete_in(&mut transaction).is_err();
+            transaction.rollback().unwrap();
+            Err::<(), _>(refused)
+        });
+        assert_eq!(ran.unwrap(), RunOnce::Failed(true), "{body}");
+        assert_eq!(mark(&place, &name, "number"), Some(1), "{body}");
+    }
 }
 
 #[test]
