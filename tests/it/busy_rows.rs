@@ -95,6 +95,25 @@ fn the_renewal_of_one_reader_shortens_nothing_that_was_lengthened_while_it_waite
     }
 }
 
+#[test]
+fn whoever_joins_a_group_shortens_nothing_that_was_lengthened_while_it_waited() {
+    let place = place();
+    let key = place.key("group");
+    let read = reader(&place, &key);
+    let sql = "UPDATE syncguard_locks SET expires_at_ms = expires_at_ms + 3600000 WHERE key = $1 RETURNING 1";
+    let mut other = holding(&place, sql, &key);
+    let (name, there) = (unique(), key.clone());
+    let client = place.named(&name);
+    let call = Call::start(&name, move || {
+        let options = LockOptions::new().ttl(TTL * 2).heartbeat(Heartbeat::Off);
+        client.read_lock_with(&there, &options).unwrap().leak()
+    });
+    call.wait_until_blocked(&place.stored);
+    other.batch_execute("COMMIT").unwrap();
+    assert_eq!(call.join().fence, read.fence);
+    assert!(place.stored.row(&key).unwrap().expires_at_ms >= read.expires_at_ms + 3_600_000);
+}
+
 /// Otherwise the slot is marked, though whoever breaks the lease may let another run begin.
 #[test]
 fn a_mark_waits_for_what_becomes_of_its_lease() {
