@@ -10,7 +10,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use postgres::{Client, Transaction};
 use syncguard::backend::{Clock, RenewOutcome, Renewal};
 use syncguard::{
-    CancelToken, FENCE_MAX, Fence, Heartbeat, LockBackend, LockOptions, LostReason, PgLockClient, Result, RunOnce, Slot,
+    CancelToken, FENCE_MAX, Fence, Heartbeat, LockBackend, LockOptions, LostReason, PgLockClient, Result,
+    RunOnce, Slot,
 };
 
 use crate::support::leases::connect;
@@ -45,7 +46,10 @@ const OF_A_ROW: [(&str, &str); 7] = [
 /// What changes the member of a reader, whose group stays as it is.
 const OF_A_MEMBER: [(&str, &str); 6] = [
     ("the member is gone", "DELETE FROM syncguard_members"),
-    ("the member is another", "UPDATE syncguard_members SET lock_id = 'BBBBBBBBBBBBBBBBBBBBBA' WHERE key = 'k'"),
+    (
+        "the member is another",
+        "UPDATE syncguard_members SET lock_id = 'BBBBBBBBBBBBBBBBBBBBBA' WHERE key = 'k'",
+    ),
     ("the member's time is over", "UPDATE syncguard_members SET expires_at_ms = 0"),
     ("the member's fence is another", "UPDATE syncguard_members SET fence = '000000000000009'"),
     ("the member's key is another", "UPDATE syncguard_members SET key = 'x'"),

@@ -294,14 +294,20 @@ fn a_ticket_changes_nobody_elses_row_and_lives_though_it_was_long_over() {
     };
     let live = |id: &str| {
         let now = place.stored.now_ms();
-        let sql = format!("lock_id = '{id}' AND role = 'w' AND note IS NULL AND expires_at_ms > {}", now - 3_000_000);
+        let sql = format!(
+            "lock_id = '{id}' AND role = 'w' AND note IS NULL AND expires_at_ms > {}",
+            now - 3_000_000
+        );
         rows(&place, &sql).len()
     };
     // A note stays as it was written, though its lease is renewed.
     let others = [dead("n", &key, 'n'), dead("s", &key, 's'), dead("x", &place.key("other"), 'w')];
     place.stored.run("DELETE FROM syncguard_members");
     let now_ms = place.stored.now_ms();
-    others.iter().chain([&dead("m", &key, 'w'), &dead("w", &key, 'w')]).for_each(|row| row.write(&place, now_ms));
+    others
+        .iter()
+        .chain([&dead("m", &key, 'w'), &dead("w", &key, 'w')])
+        .for_each(|row| row.write(&place, now_ms));
     let of_others = format!("lock_id NOT IN ('{own}', '{}')", id("w"));
     let before = rows(&place, &of_others);
     announce(&own).unwrap();

@@ -9,7 +9,7 @@ use std::time::Duration;
 use crate::support::calls::token;
 use crate::support::leases::forged_id;
 use crate::support::wait::poll;
-use crate::support::{LIMIT, Place, Role, place, wait_until};
+use crate::support::{LIMIT, NOW, Place, Role, id, place, wait_until};
 use syncguard::{
     ErrorCode, Heartbeat, LockError, LockInfo, LockOptions, Lookup, PgLockClient, PgLockClientBuilder,
     ReleaseResult, RunOnce, Slot,
@@ -19,6 +19,8 @@ use syncguard::{
 mod attacks;
 #[path = "owners/lost_answers.rs"]
 mod lost_answers;
+#[path = "owners/strangers.rs"]
+mod strangers;
 
 const OWNER: &str = "web-3:4711";
 
