@@ -188,6 +188,19 @@ fn an_extend_changes_nothing_for_another_fence_and_shortens_only_the_version_tha
     assert_ne!(newer, newest);
     extend(1_000, &fence, &newest);
     assert!(row().0 < end, "the one that names what it replaces");
+
+    // In two messages: the first has found the row and locked it.
+    let (end, newest) = row();
+    let mut update = |version: &str| {
+        let literal = |text: &str| format!("'{text}'");
+        late.execute("update", &[&literal("k"), &literal(&lease.lock_id), "500", &literal(version)]);
+    };
+    update(&version);
+    let (kept, newer) = row();
+    assert_eq!(kept, end, "one that names what was replaced since");
+    assert_ne!(newest, newer);
+    update(&newer);
+    assert!(row().0 < end, "the one that names what it replaces");
 }
 
 #[test]

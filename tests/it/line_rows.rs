@@ -314,6 +314,8 @@ fn a_ticket_changes_nobody_elses_row_and_lives_though_it_was_long_over() {
     assert_eq!(live(&own), 1, "its own, though it was over");
     assert_eq!(rows(&place, &format!("lock_id = '{}'", id("w"))), Vec::<String>::new(), "left behind");
     assert_eq!(rows(&place, &of_others), before);
+    place.client.withdraw(&own, Clock::system().now().after(LIMIT)).unwrap();
+    assert_eq!((live(&own), rows(&place, &of_others)), (0, before.clone()), "it takes its own back");
     // An id that is somebody else's already.
     for other in [dead("s", &key, 's'), dead("n", &key, 'n'), dead("x", &place.key("other"), 'w')] {
         let _ = announce(&other.id);

@@ -145,6 +145,15 @@ fn every_kind_of_lease_has_its_note_and_takes_it_along_and_no_other() {
             });
             assert_eq!(ran.unwrap(), RunOnce::Done(()));
         }
+        let job = place.key(&format!("completed {form}"));
+        let ran = client.run_once(&job, Slot::number(1), &noted(), |run| {
+            let mut connection = place.schema.client();
+            let mut transaction = connection.transaction().unwrap();
+            run.complete_in(&mut transaction).unwrap();
+            transaction.commit().unwrap();
+            Ok::<_, String>(())
+        });
+        assert_eq!(ran.unwrap(), RunOnce::Done(()));
         let reader = client.read_lock_with(&place.key("readers"), &noted()).unwrap();
         shown("readers", 1);
         assert_eq!(

@@ -17,8 +17,13 @@ use crate::support::{Action, Proxy, Server};
 
 /// The files of `tests/it` whose tests are run: what they ask the shared server for goes through the proxy. Of the contract
 /// one round is enough: the others send the same.
-const FILES: [&str; 34] = [
+const FILES: [&str; 39] = [
     "advisory",
+    "advisory_limits",
+    "advisory_refusals",
+    "advisory_sql",
+    "advisory_standby",
+    "advisory_waiting",
     "busy_rows",
     "cancellation",
     "changed_rows",

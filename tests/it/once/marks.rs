@@ -44,6 +44,21 @@ fn neither_a_lease_that_is_over_nor_one_that_was_granted_again_marks_its_slot() 
     }
 }
 
+/// After a late copy of the begin the row under this id is no longer this run's.
+#[test]
+fn a_verify_ends_no_lease_of_another_grant() {
+    let place = place();
+    for (change, ends) in [("fence = fence", true), ("fence = '000000000000009'", false)] {
+        let (job, mine) = (place.key(&format!("job {ends}")), id(&format!("mine-{ends}")));
+        let fence = begin(&place, &job, &mine);
+        assert_eq!(ended(&place, &job, &mine, fence, MarkStep::Claim).unwrap(), MarkOutcome::Marked);
+        place.stored.run(&format!("UPDATE syncguard_locks SET {change} WHERE lock_id = '{mine}'"));
+        let answer = ended(&place, &job, &mine, fence, MarkStep::Verify).unwrap();
+        assert_eq!(answer, if ends { MarkOutcome::Marked } else { MarkOutcome::NotMarked }, "{change}");
+        assert_eq!(place.stored.row(&job).is_none(), ends, "{change}");
+    }
+}
+
 #[test]
 fn a_finish_of_which_a_trigger_swallows_a_part_changes_nothing() {
     let put_back = "NEW.fence := OLD.fence; RETURN NEW";

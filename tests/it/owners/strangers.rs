@@ -83,7 +83,7 @@ fn an_id_is_a_readers_only_as_a_member_of_the_group_that_stands() {
         place.stored.run(change);
         let shown = place.client.get_by_id(&reader.lock_id).unwrap();
         assert_eq!(shown.is_some(), found, "{change}");
-        assert_eq!(place.client.is_locked(&key).unwrap(), true, "{change}");
+        assert!(place.client.is_locked(&key).unwrap(), "{change}");
     }
 }
 
