@@ -5,7 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use syncguard::{ExtendResult, LockBackend, LockOptions, PgLockClient, ReleaseResult, RunOnce, Slot};
+use syncguard::{
+    ExtendResult, Heartbeat, LockBackend, LockOptions, PgLockClient, ReleaseResult, RunOnce, Slot,
+};
 use syncguard_contract::Harness;
 
 use crate::support::bouncer::Bouncer;
@@ -80,7 +82,8 @@ fn guards_exclude_each_other_and_are_renewed_through_a_transaction_pooler() {
     let schema = support::schema();
     let clients: Vec<_> = (0..3).map(|_| client(&bouncer, &schema)).collect();
     let inside = AtomicU32::new(0);
-    let options = LockOptions::new().ttl(Duration::from_secs(1)).timeout(LIMIT);
+    let often = Heartbeat::Every(Duration::from_millis(200));
+    let options = LockOptions::new().ttl(Duration::from_secs(10)).heartbeat(often).timeout(LIMIT);
     together(6, |n| {
         for _ in 0..10 {
             let guard = clients[n % 3].lock_with("k", &options).unwrap();
@@ -91,7 +94,7 @@ fn guards_exclude_each_other_and_are_renewed_through_a_transaction_pooler() {
     });
     let guard = clients[0].lock_with("renewed", &options).unwrap();
     let first = guard.expires_at_ms();
-    wait_until(LIMIT, "it is renewed beyond its first ttl", || guard.expires_at_ms() > first + 1000);
+    wait_until(LIMIT, "it is renewed again and again", || guard.expires_at_ms() > first + 1000);
     assert!(guard.is_held());
 }
 
