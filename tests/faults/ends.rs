@@ -20,13 +20,16 @@ const THREADS: u64 = 5;
 const OPERATION: Duration = Duration::from_secs(1);
 const LONGEST: Duration = Duration::from_secs(10);
 
+/// A time for which the holder of a key believed in its lease: the key, from when, until when, and the fence.
+type Held = (usize, Instant, Instant, u64);
+
 /// What the threads of one round share.
 struct Round<'a> {
     client: &'a PgLockClient,
     over: &'a AtomicBool,
     /// Guards that somebody else drops, and when.
     handed: &'a Mutex<Vec<LockGuard>>,
-    inside: &'a [AtomicU64; KEYS],
+    held: &'a Mutex<Vec<Held>>,
     longest: &'a AtomicU64,
 }
 
@@ -92,17 +95,21 @@ impl Round<'_> {
         self.took(start);
     }
 
-    /// A moment of work, in which nobody else may be who believes to hold this key.
+    /// A moment of work. Nobody else may believe to hold this key from its begin to the last look at which it was held;
+    /// how long a thread needs to hear of a loss does not count.
     fn work(&self, n: usize, guard: &LockGuard, random: &mut Random) {
-        if !guard.is_held() {
-            return;
+        let from = Instant::now();
+        let end = from + Duration::from_millis(random.below(15));
+        let (mut now, mut last) = (from, None);
+        while guard.is_held() {
+            last = Some(now);
+            if now >= end || guard.lost().wait_timeout(Duration::from_millis(1)) {
+                break;
+            }
+            now = Instant::now();
         }
-        let others = self.inside[n].fetch_add(1, Ordering::SeqCst);
-        let (held, lost) =
-            (guard.is_held(), guard.lost().wait_timeout(Duration::from_millis(random.below(15))));
-        let still = guard.is_held();
-        self.inside[n].fetch_sub(1, Ordering::SeqCst);
-        assert!(!(held && still && !lost && others > 0), "two holders of one key, fence {}", guard.fence());
+        let held = last.map(|to| (n, from, to, guard.fence().get()));
+        self.held.lock().expect("nobody panics").extend(held);
     }
 
     fn took(&self, start: Instant) {
@@ -112,7 +119,7 @@ impl Round<'_> {
 }
 
 /// One client, from its first call to its end.
-fn round(url: &str, seed: u64, inside: &[AtomicU64; KEYS], longest: &AtomicU64, parent: &Parent) {
+fn round(url: &str, seed: u64, held: &Mutex<Vec<Held>>, longest: &AtomicU64, parent: &Parent) {
     let mut random = Random(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
     let client = PgLockClient::builder()
         .auto_create_tables(false)
@@ -124,7 +131,7 @@ fn round(url: &str, seed: u64, inside: &[AtomicU64; KEYS], longest: &AtomicU64, 
     let (over, handed) = (AtomicBool::new(false), Mutex::new(Vec::new()));
     std::thread::scope(|scope| {
         for n in 0..THREADS {
-            let round = Round { client: &client, over: &over, handed: &handed, inside, longest };
+            let round = Round { client: &client, over: &over, handed: &handed, held, longest };
             let mut random = Random(seed.wrapping_add(n + 1).wrapping_mul(0xD134_2543_DE82_EF95) | 1);
             scope.spawn(move || {
                 while !round.over.load(Ordering::SeqCst) {
@@ -159,20 +166,27 @@ fn round(url: &str, seed: u64, inside: &[AtomicU64; KEYS], longest: &AtomicU64, 
 
 fn ender(parent: &Parent) {
     let (url, rounds) = (parent.arg("url"), parent.arg("rounds").parse::<u64>().expect("a number"));
-    let (inside, longest) = (std::array::from_fn(|_| AtomicU64::new(0)), AtomicU64::new(0));
+    let (held, longest) = (Mutex::new(Vec::new()), AtomicU64::new(0));
     for n in 0..rounds {
-        let (inside, longest, url) = (&inside, &longest, &url);
+        let (held, longest, url) = (&held, &longest, &url);
         let seed = crate::seed().wrapping_add(n * 2);
         // Two clients, so that waiters are called from elsewhere; each ends when it likes.
         std::thread::scope(|scope| {
-            scope.spawn(move || round(url, seed, inside, longest, parent));
-            round(url, seed + 1, inside, longest, parent);
+            scope.spawn(move || round(url, seed, held, longest, parent));
+            round(url, seed + 1, held, longest, parent);
         });
+    }
+    let mut held = held.into_inner().expect("nobody panics");
+    held.sort_unstable();
+    assert!(!held.is_empty(), "nobody ever worked");
+    for pair in held.windows(2) {
+        let ((key, _, until, _), (next, from, ..)) = (pair[0], pair[1]);
+        assert!(key != next || until <= from, "two holders of one key: {pair:?}");
     }
     let longest = Duration::from_millis(longest.load(Ordering::SeqCst));
     assert!(longest < OPERATION + LONGEST, "a call took {longest:?}");
     wait_until(LIMIT, "all threads of all clients have ended", || threads_named("syncguard") == 0);
-    parent.say(&format!("over, the longest call took {longest:?}"));
+    parent.say(&format!("over, {} times of work, the longest call took {longest:?}", held.len()));
     parent.wait_forever();
 }
 
