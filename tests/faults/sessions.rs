@@ -1,11 +1,13 @@
 //! What others do to our sessions and tables, servers that only read, and failover.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use postgres::NoTls;
 use syncguard::{AcquireResult, ErrorCode, ExtendResult, PgLockClient, ReleaseResult};
 
 use crate::support::standby::standby_of;
+use crate::support::wait::poll;
 use crate::support::{self, Config, LIMIT, Server, Stop, wait_until};
 
 const TTL: Duration = Duration::from_secs(30);
@@ -117,29 +119,27 @@ fn no_fence_repeats_when_a_synchronous_standby_takes_over_under_load() {
         let sql = "SELECT count(*) FROM pg_stat_replication WHERE sync_state = 'sync'";
         primary.client().query_one(sql, &[]).unwrap().get::<_, i64>(0) == 1
     });
-    let greatest = std::thread::scope(|scope| {
-        let load: Vec<_> = (0..3)
-            .map(|n| {
-                let client = client.clone();
-                scope.spawn(move || {
-                    let (key, mut last) = (format!("k{n}"), 0);
-                    // Until the primary is away.
-                    while let Ok(AcquireResult::Acquired(granted)) = client.acquire(&key, TTL) {
-                        last = granted.fence.get();
-                        let _ = client.release(&granted.lock_id);
-                    }
-                    last
-                })
-            })
-            .collect();
-        std::thread::sleep(Duration::from_millis(700));
+    let greatest = [0, 0, 0].map(AtomicU64::new);
+    let load = std::thread::scope(|scope| {
+        for (n, last) in greatest.iter().enumerate() {
+            let client = &client;
+            scope.spawn(move || {
+                let key = format!("k{n}");
+                // Until the primary is away.
+                while let Ok(AcquireResult::Acquired(granted)) = client.acquire(&key, TTL) {
+                    last.store(granted.fence.get(), Ordering::SeqCst);
+                    let _ = client.release(&granted.lock_id);
+                }
+            });
+        }
+        let load = poll(LIMIT, || greatest.iter().all(|last| last.load(Ordering::SeqCst) > 10));
         primary.stop(Stop::Immediate);
-        load.into_iter().map(|load| load.join().unwrap()).collect::<Vec<_>>()
+        load
     });
+    assert!(load, "there was no load: {greatest:?}");
     standby.ctl(&["promote", "-w"]);
     let promoted = PgLockClient::connect(&standby.url()).unwrap();
-    for (n, last) in greatest.into_iter().enumerate() {
-        assert!(last > 0, "there was load");
+    for (n, last) in greatest.into_iter().map(AtomicU64::into_inner).enumerate() {
         let key = format!("k{n}");
         // Whoever held it may still: the release need not have reached the standby.
         promoted.operator().break_lock(&key, "test").unwrap();
@@ -157,14 +157,16 @@ fn an_asynchronous_failover_repeats_fences_until_the_counters_are_raised() {
     let first = grant(&client, "k");
     let _ = client.release(&first.lock_id);
     let standby = standby_of(&primary, "behind");
+    let receive = |standbys: i64| {
+        let count = "SELECT count(*) FROM pg_stat_replication";
+        primary.client().query_one(count, &[]).unwrap().get::<_, i64>(0) == standbys
+    };
+    wait_until(LIMIT, "the standby receives", || receive(1));
     // The standby stops to receive, as one that is far behind.
     let mut sql = postgres::Client::connect(&standby.url(), NoTls).unwrap();
     sql.batch_execute("ALTER SYSTEM SET primary_conninfo = ''").unwrap();
     sql.batch_execute("SELECT pg_reload_conf()").unwrap();
-    wait_until(LIMIT, "nothing is received any more", || {
-        primary.client().query_one("SELECT count(*) FROM pg_stat_replication", &[]).unwrap().get::<_, i64>(0)
-            == 0
-    });
+    wait_until(LIMIT, "nothing is received any more", || receive(0));
     let lost: Vec<_> = (0..5)
         .map(|_| {
             let granted = grant(&client, "k");
