@@ -13,7 +13,7 @@ use postgres::config::SslMode;
 use postgres_openssl::MakeTlsConnector;
 use syncguard::{AcquireResult, ExtendResult, LockOptions, PgLockClient, ReleaseResult};
 
-use crate::support::{Config, LIMIT, Server, wait_until};
+use crate::support::{Config, LIMIT, Server, wait_for, wait_until};
 
 const TTL: Duration = Duration::from_secs(30);
 
@@ -128,12 +128,12 @@ fn bench(limit: Duration) -> Bench {
     tls.set_verify(SslVerifyMode::NONE);
     let mut led = postgres::Config::new();
     led.host("127.0.0.1").port(wire.port).user("postgres").dbname("postgres").ssl_mode(SslMode::Require);
-    let client = PgLockClient::builder()
-        .operation_timeout(limit)
-        .connection_timeout(limit)
-        .dispose_timeout(limit)
-        .connect_with(led, MakeTlsConnector::new(tls.build()))
-        .expect("the server takes TLS");
+    let tls = MakeTlsConnector::new(tls.build());
+    // The tables and the first handshake need more time than a test may give to a call.
+    let client = wait_for(LIMIT, "the server takes TLS", || {
+        let builder = PgLockClient::builder().operation_timeout(limit).connection_timeout(limit);
+        builder.dispose_timeout(limit).connect_with(led.clone(), tls.clone()).ok()
+    });
     Bench { server, wire, client }
 }
 
@@ -222,7 +222,7 @@ fn every_call_is_bounded_within_tls_too() {
     for frozen in [true, false] {
         let bench = bench(limit);
         let client = &bench.client;
-        let guard = client.lock("held").unwrap();
+        let guard = wait_for(LIMIT, "it is granted in time", || client.lock("held").ok());
         if frozen {
             bench.server.freeze();
         } else {
@@ -252,7 +252,7 @@ fn every_call_is_bounded_within_tls_too() {
 #[test]
 fn an_acquire_that_is_silenced_within_tls_is_unknown_and_let_go() {
     let bench = bench(Duration::from_millis(600));
-    bench.client.is_locked("warm").unwrap();
+    wait_until(LIMIT, "the connection is open", || bench.client.is_locked("warm").is_ok());
     bench.wire.inner.mute.store(true, Ordering::SeqCst);
     let error = bench.client.acquire("k", TTL).expect_err("nothing arrives");
     assert!(error.is_outcome_unknown(), "{error}");

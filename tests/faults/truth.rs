@@ -7,7 +7,7 @@ use postgres::Client;
 use syncguard::{AcquireResult, CancelToken, ExtendResult, PgLockClient, ReleaseResult};
 
 use crate::support::proxy::BOUND;
-use crate::support::{self, Action, LIMIT, Proxy, TestSchema, wait_until};
+use crate::support::{self, Action, LIMIT, Proxy, TestSchema, wait_for, wait_until};
 
 const TTL: Duration = Duration::from_secs(30);
 
@@ -23,10 +23,11 @@ impl Bench {
     pub fn new(operation_timeout: Duration) -> Self {
         let schema = support::schema();
         let proxy = Proxy::start(support::server().port());
-        let client = PgLockClient::builder()
-            .operation_timeout(operation_timeout)
-            .connect(&proxy.url(&schema.url()))
-            .expect("the proxy passes everything");
+        // Its tables need more time than a test may give to a call.
+        let client = wait_for(LIMIT, "the tables are there", || {
+            let builder = PgLockClient::builder().operation_timeout(operation_timeout);
+            builder.connect(&proxy.url(&schema.url())).ok()
+        });
         let sql = schema.client();
         Self { schema, proxy, client, sql }
     }
@@ -80,7 +81,7 @@ impl Bench {
     /// Sees to a connection that is open and has everything prepared.
     fn warm(&self) {
         self.proxy.pass_all();
-        self.client.is_locked("warm").expect("the server answers");
+        wait_until(LIMIT, "the server answers", || self.client.is_locked("warm").is_ok());
     }
 }
 
@@ -305,7 +306,7 @@ fn an_answer_that_never_comes_is_unknown_and_is_cleaned_up() {
 
 #[test]
 fn an_unknown_release_says_so_and_is_harmless_to_repeat() {
-    let mut bench = Bench::new(Duration::from_millis(400));
+    let mut bench = Bench::new(Duration::from_secs(2));
     bench.warm();
     let granted = bench.client.acquire("k", TTL).unwrap().acquired().unwrap();
     bench.proxy.on_query(|sql| {
@@ -320,7 +321,7 @@ fn an_unknown_release_says_so_and_is_harmless_to_repeat() {
 
 #[test]
 fn an_unknown_extend_keeps_the_old_deadline() {
-    let bench = Bench::new(Duration::from_millis(400));
+    let bench = Bench::new(Duration::from_secs(2));
     let options =
         syncguard::LockOptions::new().ttl(Duration::from_secs(20)).heartbeat(syncguard::Heartbeat::Off);
     let guard = bench.client.lock_with("k", &options).unwrap();
@@ -337,7 +338,7 @@ fn an_unknown_extend_keeps_the_old_deadline() {
 
 #[test]
 fn a_guard_whose_release_is_lost_leaves_no_row_behind() {
-    let mut bench = Bench::new(Duration::from_millis(400));
+    let mut bench = Bench::new(Duration::from_secs(2));
     let guard = bench.client.lock("k").unwrap();
     // None of its messages reaches the server until the guard has given up.
     bench.proxy.on_query(|sql| {

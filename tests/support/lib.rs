@@ -61,7 +61,8 @@ pub use script::Scripted;
 pub use server::Server;
 pub use stored::{NOW, Stored, StoredRow, id};
 pub use wait::{
-    LIMIT, together, wait_until, wait_until_app_waits, wait_until_backend_gone, wait_until_backend_waits,
+    LIMIT, together, wait_for, wait_until, wait_until_app_waits, wait_until_backend_gone,
+    wait_until_backend_waits,
 };
 pub use worker::Worker;
 

@@ -18,6 +18,20 @@ pub fn wait_until(limit: Duration, what: &str, condition: impl FnMut() -> bool) 
     assert!(poll(limit, condition), "waited {limit:?} in vain until {what}");
 }
 
+/// Looks again and again until there is one.
+///
+/// # Panics
+/// After the limit, with `what` was waited for.
+#[track_caller]
+pub fn wait_for<T>(limit: Duration, what: &str, mut look: impl FnMut() -> Option<T>) -> T {
+    let mut found = None;
+    wait_until(limit, what, || {
+        found = look();
+        found.is_some()
+    });
+    found.expect("it was found")
+}
+
 /// Whether the condition became true within the limit.
 pub fn poll(limit: Duration, mut condition: impl FnMut() -> bool) -> bool {
     let start = Instant::now();
@@ -65,13 +79,10 @@ pub fn wait_until_backend_waits(observer: &mut Client, pid: i32) {
 pub fn wait_until_app_waits(observer: &mut Client, application_name: &str) -> i32 {
     let sql = "SELECT a.pid FROM pg_stat_activity a JOIN pg_locks l ON l.pid = a.pid AND NOT l.granted \
                WHERE a.application_name = $1 LIMIT 1";
-    let mut pid = None;
-    wait_until(LIMIT, &format!("a session named {application_name} waits for a lock"), || {
+    wait_for(LIMIT, &format!("a session named {application_name} waits for a lock"), || {
         let row = observer.query_opt(sql, &[&application_name]).expect("the server answers");
-        pid = row.map(|row| row.get(0));
-        pid.is_some()
-    });
-    pid.expect("it was found")
+        row.map(|row| row.get(0))
+    })
 }
 
 /// Until no backend has this process id any more.
