@@ -13,7 +13,8 @@ const PASSWORD: &str = "MARKER:it's";
 /// A server that wants a password of everybody but its superuser.
 fn server() -> Server {
     let server = Server::start(&Config::new().set("password_encryption", "scram-sha-256"));
-    PgLockClient::connect(server.url()).unwrap();
+    // As in `World::with`, nothing is logged of it.
+    PgLockClient::connect(&format!("{}?sslmode=disable", server.url())).unwrap();
     let quoted = PASSWORD.replace('\'', "''");
     let sql =
         format!("CREATE ROLE app LOGIN PASSWORD '{quoted}'; GRANT ALL ON ALL TABLES IN SCHEMA public TO app");
