@@ -4,6 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::thread;
 use std::time::Duration;
 
+use crate::support::calls::told_in_time;
 use crate::support::session_locks::{
     builder, callers_pool, client, has_session_timer, holders, key, named, taken,
 };
@@ -11,8 +12,8 @@ use crate::support::{LIMIT, server, unique, wait_until};
 use postgres::NoTls;
 use r2d2_postgres::PostgresConnectionManager;
 use syncguard::{
-    AdvisoryKey, AdvisoryLost, AdvisoryOptions, CancelToken, DEFAULT_MAX_HOLD, ErrorCode, PgLockClient,
-    ReleaseResult,
+    AdvisoryKey, AdvisoryLost, AdvisoryOptions, CancelToken, DEFAULT_MAX_HOLD, ErrorCode, LockError,
+    PgLockClient, ReleaseResult,
 };
 
 #[test]
@@ -354,20 +355,21 @@ fn closing_the_client_ends_its_locks_and_its_waits() {
 #[test]
 fn an_acquire_of_a_lease_names_the_session_lock_that_it_meets() {
     let schema = crate::support::schema();
-    let leases =
-        PgLockClient::builder().operation_timeout(Duration::from_millis(300)).connect(&schema.url()).unwrap();
+    let patient = PgLockClient::connect(&schema.url()).unwrap();
+    let hasty = PgLockClient::builder().operation_timeout(Duration::from_millis(300));
+    let hasty = hasty.auto_create_tables(false).connect(&schema.url()).unwrap();
     let name = unique();
     let number: i64 = server().client().query_one("SELECT hashtext($1)::int8", &[&name]).unwrap().get(0);
     let guard = taken(&client(), AdvisoryKey::from_i64(number));
     let pid = guard.pid().to_string();
-    for client in [leases.clone(), leases.cancellable(&CancelToken::new())] {
-        let error = client.acquire(&name, Duration::from_secs(5)).unwrap_err();
+    for client in [hasty.clone(), hasty.cancellable(&CancelToken::new())] {
+        let named = |error: &LockError| error.to_string().contains(&pid);
+        let error = told_in_time(&client, named, || client.acquire(&name, Duration::from_secs(5)));
         assert_eq!(error.code(), ErrorCode::NetworkTimeout);
-        assert!(error.to_string().contains(&pid), "{error}");
         assert!(error.is_contention(), "a waiting lock tries again");
     }
     drop(guard);
-    drop(leases.lock(&name).unwrap());
+    drop(patient.lock(&name).unwrap());
 }
 
 #[test]

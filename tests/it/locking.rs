@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::support::calls::{asking_hourly, asking_often, ms};
+use crate::support::calls::{asking_hourly, asking_often, ms, told_in_time};
 use crate::support::leases::{self, Events, client, counter, forge, forged_id, row, while_asleep};
 use crate::support::{Config, LIMIT, Server, Stop, TTL, Worker, wait_until, wait_until_app_waits, worker};
 use postgres::Client;
@@ -98,7 +98,7 @@ fn after_its_timeout_a_waiter_names_the_holder_as_far_as_it_can_be_known() {
     let schema = crate::support::schema();
     let (client, other) = (client(&schema), client(&schema));
     let elsewhere = other.lock_with("elsewhere", &LockOptions::new().ttl(Duration::from_secs(20))).unwrap();
-    let wait = |key: &str| client.lock_with(key, &asking_often().timeout(ms(300))).unwrap_err().to_string();
+    let wait = |key: &str| client.lock_with(key, &asking_often().timeout(ms(2000))).unwrap_err().to_string();
     let text = wait("elsewhere");
     assert!(text.contains(&format!("held under fencing token {};", elsewhere.fence().get())), "{text}");
     let rest = text.split("ends in ").nth(1).unwrap().split(' ').next().unwrap();
@@ -121,12 +121,12 @@ fn after_its_timeout_a_waiter_says_how_long_and_how_often_it_tried() {
     held(&mut schema.client(), "secret-key");
     let start = Instant::now();
     let error =
-        client.lock_with("secret-key", &asking_often().timeout(ms(300)).max_retries(u32::MAX)).unwrap_err();
-    assert!(start.elapsed() >= ms(300), "it waited as long as it might");
+        client.lock_with("secret-key", &asking_often().timeout(ms(2000)).max_retries(u32::MAX)).unwrap_err();
+    assert!(start.elapsed() >= ms(2000), "it waited as long as it might");
     assert_eq!((error.code(), error.key()), (ErrorCode::AcquisitionTimeout, Some("secret-key")));
     let text = error.to_string();
     let seconds = text.split("within ").nth(1).unwrap().split(' ').next().unwrap();
-    assert!(seconds.parse::<f64>().unwrap() >= 0.3, "{text}");
+    assert!(seconds.parse::<f64>().unwrap() >= 2.0, "{text}");
     let attempts = text.split(", in ").nth(1).unwrap().split(' ').next().unwrap();
     assert!(attempts.parse::<u32>().unwrap() > 1, "{text}");
     assert!(!text.contains("secret-key"));
@@ -245,14 +245,14 @@ fn no_option_lengthens_another() {
     // So that a short wait is not spent on connecting.
     drop(client.lock("warm").unwrap());
     // Every one of these would take hours, if the other option did not end it.
-    timed_out(&asking_hourly().timeout(ms(900)));
-    timed_out(&LockOptions::new().timeout(ms(900)).ttl(HOUR).max_retries(u32::MAX));
+    timed_out(&asking_hourly().timeout(ms(2000)));
+    timed_out(&LockOptions::new().timeout(ms(2000)).ttl(HOUR).max_retries(u32::MAX));
     timed_out(&LockOptions::new().timeout(HOUR).max_retries(1).retry_delay(ms(1)).ttl(HOUR));
     timed_out(&LockOptions::new().wait_forever().max_retries(1).retry_delay(ms(1)));
     timed_out(&LockOptions::new().max_retries(1).retry_delay(ms(1)).wait_forever());
     assert!(timed_out(&LockOptions::new().timeout(Duration::ZERO)).contains("no attempt was made"));
     // A short lease does not shorten the wait, nor a short wait the lease.
-    let guard = client.lock_with("free", &LockOptions::new().ttl(HOUR).timeout(ms(900))).unwrap();
+    let guard = client.lock_with("free", &LockOptions::new().ttl(HOUR).timeout(ms(2000))).unwrap();
     assert!(guard.remaining() > HOUR / 2);
 }
 
@@ -379,15 +379,30 @@ fn lock_survives_a_real_deadlock() {
 fn lock_outlasts_a_table_lock_that_is_longer_than_one_attempt() {
     let schema = crate::support::schema();
     let app = format!("table-{}", schema.name());
-    let builder = PgLockClient::builder().operation_timeout(ms(150));
+    drop(client(&schema));
+    let builder = PgLockClient::builder().operation_timeout(ms(150)).auto_create_tables(false);
     let client = leases::connect(builder, &leases::named(&schema.url(), &app));
     let (mut observer, mut other) = (schema.client(), schema.client());
-    other.batch_execute("BEGIN; LOCK TABLE syncguard_locks").unwrap();
-    let error = client.acquire("k", TTL).unwrap_err();
+    let contended = |error: &LockError| error.is_contention() && !error.is_outcome_unknown();
+    let error = told_in_time(&client, contended, || {
+        other.batch_execute("BEGIN; LOCK TABLE syncguard_locks").unwrap();
+        let result = client.acquire("another", TTL);
+        other.batch_execute("ROLLBACK").unwrap();
+        result
+    });
     assert_eq!(error.code(), ErrorCode::NetworkTimeout);
-    assert!(error.is_contention() && !error.is_outcome_unknown(), "{error:?}");
+    wait_until(LIMIT, "the client is connected", || client.is_locked("k").is_ok());
+    other.batch_execute("BEGIN; LOCK TABLE syncguard_locks").unwrap();
     thread::scope(|scope| {
-        let locking = scope.spawn(|| client.lock_with("k", &asking_often()));
+        let locking = scope.spawn(|| {
+            loop {
+                match client.lock_with("k", &asking_often()) {
+                    // On a busy machine an answer, or a connection, may come too late. That ends the wait.
+                    Err(error) if error.code() == ErrorCode::NetworkTimeout && !error.is_contention() => {}
+                    other => return other,
+                }
+            }
+        });
         // The first attempt, and the looks after it, each end in time and are followed by another.
         let mut seen = std::collections::HashSet::new();
         let sql = "SELECT DISTINCT a.query_start::text FROM pg_stat_activity a JOIN pg_locks l ON l.pid = a.pid \
@@ -398,7 +413,7 @@ fn lock_outlasts_a_table_lock_that_is_longer_than_one_attempt() {
             seen.len() >= 4
         });
         other.batch_execute("ROLLBACK").unwrap();
-        assert_eq!(locking.join().unwrap().unwrap().fence().get(), 1);
+        assert!(locking.join().unwrap().unwrap().is_held());
     });
 }
 

@@ -1,5 +1,6 @@
 //! What tests ask for again and again: options, tokens, single attempts, and what callbacks were told.
 
+use std::fmt::Debug;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -9,7 +10,7 @@ use syncguard::{
 };
 
 use super::place::TTL;
-use super::wait::LIMIT;
+use super::wait::{LIMIT, wait_until};
 
 /// What a bounded call may take beyond its bound before it counts as hanging.
 pub const MARGIN: Duration = Duration::from_secs(2);
@@ -39,6 +40,26 @@ pub fn acquire(client: &PgLockClient, key: &str) -> Option<Acquired> {
 #[track_caller]
 pub fn granted(client: &PgLockClient, key: &str) -> Acquired {
     acquire(client, key).expect("the key is free")
+}
+
+/// The error of a call that waits in vain with little time, as the server has told it. On a busy machine the
+/// answer may come later than the client waits for it: then nobody knows what has become of the call.
+#[track_caller]
+pub fn told_in_time<T: Debug>(
+    client: &PgLockClient,
+    told: impl Fn(&LockError) -> bool,
+    mut call: impl FnMut() -> Result<T, LockError>,
+) -> LockError {
+    for _ in 0..5 {
+        // To connect would take of its time.
+        wait_until(LIMIT, "the client is connected", || client.is_locked("warm").is_ok());
+        let error = call().expect_err("it waits in vain");
+        if told(&error) {
+            return error;
+        }
+        assert_eq!(error.code(), ErrorCode::NetworkTimeout, "{error:?}");
+    }
+    panic!("five times in a row the answer came too late")
 }
 
 /// Longer than any test that is well. A call that nothing ends fails then, instead of hanging.

@@ -2,8 +2,11 @@
 
 use std::time::Duration;
 
+use crate::support::calls::told_in_time;
 use crate::support::{Action, LIMIT, Proxy, TTL, id, logs, place, server, unique};
-use syncguard::{ErrorCode, FENCE_MAX, Heartbeat, LockOptions, LostReason, PgLockClient, hash_key};
+use syncguard::{
+    ErrorCode, FENCE_MAX, Heartbeat, LockError, LockOptions, LostReason, PgLockClient, hash_key,
+};
 
 #[test]
 fn breaking_a_lock_frees_the_key_raises_its_fence_and_the_holder_is_told() {
@@ -63,7 +66,8 @@ fn a_lock_whose_counter_is_in_a_fenced_transaction_is_broken_when_that_has_ended
     let mut client = place.schema.client();
     let mut tx = client.transaction().unwrap();
     place.client.assert_fence(&mut tx, &key, grant.fence).unwrap();
-    let error = hasty.operator().break_lock(&key, "a test").unwrap_err();
+    let told = |error: &LockError| error.sqlstate().is_some();
+    let error = told_in_time(&hasty, told, || hasty.operator().break_lock(&key, "a test"));
     assert_eq!((error.code(), error.is_outcome_unknown()), (ErrorCode::NetworkTimeout, false), "{error:?}");
     assert!(place.stored.row(&key).is_some() && place.stored.counter(&key) == Some(1));
     tx.commit().unwrap();
