@@ -18,7 +18,9 @@ use crate::support::{
 };
 use postgres::{Client, NoTls};
 use r2d2_postgres::PostgresConnectionManager;
-use syncguard::{AdvisoryKey, ErrorCode, LockBackend, LockOptions, PgLockClient, PgLockClientBuilder};
+use syncguard::{
+    AdvisoryKey, ErrorCode, Heartbeat, LockBackend, LockOptions, PgLockClient, PgLockClientBuilder,
+};
 use syncguard_contract::Harness;
 
 /// Of two, three and four bytes in UTF-8; ISO 8859-1 has the first of them only.
@@ -181,13 +183,14 @@ fn prove(client: &PgLockClient, schema: &TestSchema, session_locks: bool, what: 
     syncguard_contract::run_all(&bench);
     // A key in other scripts is the same key for everybody, and comes back as it was.
     let plain = PgLockClient::builder().schema(schema.name()).connect(&schema.url()).unwrap();
-    let options = LockOptions::new().ttl(Duration::from_secs(1)).timeout(LIMIT);
+    let options = LockOptions::new().ttl(Duration::from_secs(10)).timeout(LIMIT);
+    let options = options.heartbeat(Heartbeat::Every(Duration::from_millis(200)));
     let guard = client.lock_with(KEY, &options).unwrap_or_else(|error| panic!("{what}: {error:?}"));
     assert!(plain.try_lock(KEY).unwrap().is_none(), "{what}: two holders");
     assert_eq!(bench.stored.row(KEY).expect("its row").user_key, KEY, "{what}");
     assert_eq!(client.get_by_key_raw(KEY).unwrap().expect("held").key, KEY, "{what}");
     let first = guard.expires_at_ms();
-    wait_until(LIMIT, "it is renewed beyond its first ttl", || guard.expires_at_ms() > first + 1000);
+    wait_until(LIMIT, "it is renewed, again and again", || guard.expires_at_ms() > first + 1000);
     assert!(guard.is_held(), "{what}");
     let operator = client.operator();
     assert!(operator.counts().unwrap().live >= 1, "{what}");

@@ -16,7 +16,7 @@ use crate::support::leases::{connect, named, row, sessions, wait_until_released}
 use crate::support::{LIMIT, Worker, wait_until, worker};
 use rustix::process::{Resource, Rlimit, getrlimit, getuid, setrlimit};
 use rustix::thread::{Uid, set_thread_uid};
-use syncguard::{AdvisoryKey, LockError, LockOptions, PgLockClient, ReleaseResult};
+use syncguard::{AdvisoryKey, Heartbeat, LockError, LockOptions, PgLockClient, ReleaseResult};
 
 const NAME: &str = "no-descriptors";
 /// Longer than the test: a row that goes has been released.
@@ -90,7 +90,10 @@ fn starve(lack: Lack, parent: &worker::Parent) {
     let dropped = client.lock_with("dropped", &options).unwrap();
     let released = client.lock_with("released", &options).unwrap();
     let extended = client.lock_with("extended", &options).unwrap();
-    let renewed = client.lock_with("renewed", &LockOptions::new().ttl(Duration::from_secs(2))).unwrap();
+    // Not before nothing is left: a renewal opens a connection.
+    let late = Heartbeat::Every(Duration::from_secs(4));
+    let renewed = LockOptions::new().ttl(Duration::from_secs(6)).heartbeat(late);
+    let renewed = client.lock_with("renewed", &renewed).unwrap();
     let closed = closing.lock_with("closed", &options).unwrap();
     let session_lock = client.advisory_lock(&AdvisoryKey::from_text("no-descriptors-held")).unwrap();
     let panics = Arc::new(AtomicUsize::new(0));

@@ -104,7 +104,7 @@ fn a_set_or_a_run_between_any_two_statements_of_an_acquire_excludes_it_or_is_exc
 fn a_group_that_is_joined_late_is_not_trusted_beside_who_read_its_old_end() {
     let place = place();
     let key = place.key("prices");
-    let abandoned = LockOptions::new().ttl(ms(300)).heartbeat(Heartbeat::Off);
+    let abandoned = LockOptions::new().ttl(ms(3000)).heartbeat(Heartbeat::Off);
     let _ = place.client.read_lock_with(&key, &abandoned).unwrap().leak();
     // The commit of whoever joins waits for the gate.
     place.stored.run(
