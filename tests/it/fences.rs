@@ -5,7 +5,7 @@ use std::thread;
 
 use crate::support::calls::{either_form, granted};
 use crate::support::leases::{self, client, counter, row, set_counter};
-use crate::support::{Config, Server, Stop, TTL, logs, wait_until_app_waits};
+use crate::support::{Config, LIMIT, Server, Stop, TTL, logs, wait_until, wait_until_app_waits};
 use syncguard::{AcquireResult, ErrorCode, FENCE_MAX, FENCE_WARN, LockOptions, PgLockClient, ReleaseResult};
 
 #[test]
@@ -91,8 +91,12 @@ fn a_backend_that_is_killed_between_counter_and_row_leaves_neither() {
     leases::hold_inserts(&mut blocker);
     thread::scope(|scope| {
         let acquiring = scope.spawn(|| client.acquire("k", TTL));
-        let pid = wait_until_app_waits(&mut observer, &app);
-        assert_eq!(leases::waits_for_table(&mut observer, pid).as_deref(), Some("gate"));
+        let mut pid = 0;
+        // Before that it may wait for the queue of the key, which is that of the whole database.
+        wait_until(LIMIT, "it waits for the gate", || {
+            pid = wait_until_app_waits(&mut observer, &app);
+            leases::waits_for_table(&mut observer, pid).as_deref() == Some("gate")
+        });
         observer.execute("SELECT pg_terminate_backend($1)", &[&pid]).unwrap();
         crate::support::wait_until_backend_gone(&mut observer, pid);
         assert_eq!((row(&mut observer, "k"), counter(&mut observer, "k")), (None, None));

@@ -210,7 +210,7 @@ fn a_release_that_failed_is_done_by_the_worker_when_the_server_is_back() {
     let schema = server.schema();
     let failures = Recorder::default();
     let builder =
-        PgLockClient::builder().operation_timeout(ms(300)).on_release_error(on_release_error(&failures));
+        PgLockClient::builder().operation_timeout(ms(2000)).on_release_error(on_release_error(&failures));
     let client = leases::connect(builder, &schema.url());
     let guard = client.lock("k").unwrap();
     let id = guard.lock_id().to_owned();

@@ -10,7 +10,7 @@ use std::thread;
 
 use crate::support::calls::{ms, renewing_often};
 use crate::support::leases::{self, connect, delete_row, forge, row, set_counter, wait_until_released};
-use crate::support::{Config, LIMIT, Server, Stop, TTL, logs, wait_until_app_waits};
+use crate::support::{Config, LIMIT, Server, Stop, TTL, logs, wait_until, wait_until_app_waits};
 use syncguard::{
     CancelToken, ErrorCode, FENCE_MAX, FENCE_WARN, LockError, Lookup, PgLockClient, ReleaseResult,
 };
@@ -79,7 +79,7 @@ fn no_key_no_lock_id_and_no_password_is_shown_or_logged() {
     let builder = || {
         let (shown, told) = (shown.clone(), told.clone());
         let raw = syncguard::TelemetryOptions::new(move |event| shown.debug(event)).include_raw(true);
-        let builder = PgLockClient::builder().operation_timeout(ms(300)).dispose_timeout(ms(200));
+        let builder = PgLockClient::builder().operation_timeout(ms(2000)).dispose_timeout(ms(200));
         builder.telemetry(raw).on_release_error(move |error, context| {
             told.error(error);
             told.debug(context);
@@ -136,7 +136,7 @@ fn no_key_no_lock_id_and_no_password_is_shown_or_logged() {
     forge(&mut observer, "MARKER-taken", ID, 3_600_000);
     shown.failed(
         ErrorCode::AcquisitionTimeout,
-        client.lock_with("MARKER-taken", &renewing_often().timeout(ms(50))),
+        client.lock_with("MARKER-taken", &renewing_often().timeout(ms(2000))),
     );
     let fired = CancelToken::new();
     fired.cancel();
@@ -236,9 +236,11 @@ fn no_key_no_lock_id_and_no_password_is_shown_or_logged() {
         shown.debug(&dropped.join().unwrap().map_err(|error| shown.error(&error)));
     });
     other.batch_execute("ROLLBACK").unwrap();
+    let hasty = connect(builder().operation_timeout(ms(300)).auto_create_tables(false), &url);
+    wait_until(LIMIT, "it is connected", || hasty.is_locked("MARKER-frozen").is_ok());
     server.freeze();
-    shown.failed(ErrorCode::NetworkTimeout, client.acquire("MARKER-frozen", TTL));
-    shown.failed(ErrorCode::NetworkTimeout, client.extend(ID, TTL));
+    shown.failed(ErrorCode::NetworkTimeout, hasty.acquire("MARKER-frozen", TTL));
+    shown.failed(ErrorCode::NetworkTimeout, hasty.extend(ID, TTL));
     server.thaw();
     server.stop(Stop::Fast);
     shown.failed(ErrorCode::ServiceUnavailable, held.release());
@@ -246,7 +248,7 @@ fn no_key_no_lock_id_and_no_password_is_shown_or_logged() {
     shown.failed(ErrorCode::ServiceUnavailable, PgLockClient::connect(&url));
     shown.debug(&client.close(ms(300)).unwrap());
     shown.failed(ErrorCode::Aborted, client.lock("MARKER-closed"));
-    drop((client, silent, lost, taken));
+    drop((client, hasty, silent, lost, taken));
 
     shown.assert_without(&ids);
     let secrets: Vec<&str> = ids.iter().map(String::as_str).collect();

@@ -119,7 +119,7 @@ fn no_public_type_shows_a_key_a_lock_id_or_a_password() {
     let builder = PgLockClient::builder()
         .telemetry(raw.clone())
         .dispose_timeout(Duration::from_millis(100))
-        .operation_timeout(Duration::from_millis(500))
+        .operation_timeout(Duration::from_secs(2))
         .on_release_error(move |_, context| told.lock().unwrap().push(context.clone()));
     shown.debug("PgLockClientBuilder", &builder);
     let client = builder.connect(&url).unwrap();

@@ -120,14 +120,16 @@ fn a_call_with_a_token_whose_time_runs_out_is_not_ended_by_the_server() {
     let schema = server.schema();
     let proxy = Proxy::start(server.port());
     let url = proxy.url(&schema.url());
+    PgLockClient::connect(&schema.url()).unwrap();
     for pool in [false, true] {
-        let builder = PgLockClient::builder().operation_timeout(Duration::from_millis(400));
+        let builder = PgLockClient::builder().auto_create_tables(false);
+        let builder = builder.operation_timeout(Duration::from_millis(400));
         let client = if pool {
             builder.build(callers_pool(url.parse().unwrap(), 4, "")).unwrap()
         } else {
             builder.connect(&url).unwrap()
         };
-        client.is_locked("so that everything is prepared").unwrap();
+        wait_until(LIMIT, "everything is prepared", || client.is_locked("k").is_ok());
         // Later than the call's own end, sooner than the session's.
         proxy.once(";COMMIT", Action::DelayQuery(Duration::from_millis(700)));
         let token = CancelToken::new();
