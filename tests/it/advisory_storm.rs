@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -87,12 +88,14 @@ fn no_two_holders_believe_in_one_key_at_a_time_whatever_ends_them() {
         builder().build(pool).unwrap(),
     ];
     let (beliefs, ended) = (Mutex::new(Vec::new()), Mutex::new(HashMap::new()));
-    let start = Instant::now();
-    let grants: usize = together(HOLDERS, |n| {
+    let (start, grants) = (Instant::now(), AtomicUsize::new(0));
+    let enough =
+        || start.elapsed() >= FOR && (grants.load(Ordering::SeqCst) > 100 || start.elapsed() >= LIMIT);
+    together(HOLDERS, |n| {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let mut dice = Dice(u64::try_from(n).unwrap() * 7919 + 1);
-        let (client, mut killer, mut grants) = (&clients[n % clients.len()], server.client(), 0);
-        while start.elapsed() < FOR {
+        let (client, mut killer) = (&clients[n % clients.len()], server.client());
+        while !enough() {
             let number = 1_000_000_000_000 + i64::try_from(dice.roll(3)).unwrap() % KEYS;
             let hold = Duration::from_millis(5 + dice.roll(80));
             let options = AdvisoryOptions::new().timeout(Duration::from_millis(500)).max_hold(hold);
@@ -110,7 +113,7 @@ fn no_two_holders_believe_in_one_key_at_a_time_whatever_ends_them() {
                 }
             };
             let from = Instant::now();
-            grants += 1;
+            grants.fetch_add(1, Ordering::SeqCst);
             if dice.roll(8) == 0 {
                 // Whose session it is by then: a holder that comes late may have let go long since.
                 ended.lock().unwrap().entry(guard.pid()).or_insert_with(Instant::now);
@@ -120,10 +123,7 @@ fn no_two_holders_believe_in_one_key_at_a_time_whatever_ends_them() {
             beliefs.lock().unwrap().push(Belief { key: number, from, to, pid: guard.pid() });
             end(guard, &mut dice, &runtime);
         }
-        grants
-    })
-    .into_iter()
-    .sum();
+    });
 
     let (mut beliefs, ended) = (beliefs.into_inner().unwrap(), ended.into_inner().unwrap());
     beliefs.sort_by_key(|belief| (belief.key, belief.from));
@@ -133,6 +133,7 @@ fn no_two_holders_believe_in_one_key_at_a_time_whatever_ends_them() {
         let overlap = first.key == second.key && first.to > second.from;
         assert!(!overlap || is_ended(first), "{:?} too long", first.to - second.from);
     }
+    let grants = grants.load(Ordering::SeqCst);
     assert!(grants > 100, "{grants} grants");
     eprintln!(
         "{grants} grants, {} of them ended by force",
