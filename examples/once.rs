@@ -43,7 +43,7 @@ const PERIOD: Duration = Duration::from_secs(4);
 /// How often each machine's cron calls it.
 const CRON: Duration = Duration::from_millis(500);
 /// By how much this machine's clock is ahead.
-const AHEAD: (usize, Duration) = (3, Duration::from_millis(300));
+const AHEAD: (usize, Duration) = (3, Duration::from_millis(900));
 const WORK: Duration = Duration::from_millis(10);
 const TTL: Duration = Duration::from_secs(1);
 

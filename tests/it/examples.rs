@@ -116,7 +116,7 @@ fn is_plain_and_fits(said: &str, columns: usize) {
 #[test]
 fn quickstart_loses_no_update_though_a_holder_is_killed() {
     let schema = crate::support::schema();
-    let said = quickstart(&schema, &["--ttl", "1", "--rounds", "3"]);
+    let said = quickstart(&schema, &["--ttl", "3", "--rounds", "3"]);
     assert!(said.ends_with("No update was lost.\n"), "{said}");
     assert!(said.contains("KILLED while it holds the lock") && said.contains("TAKEOVER"), "{said}");
     // Three processes do three rounds, the killed one does one.
@@ -136,7 +136,7 @@ fn quickstart_without_the_lock_loses_updates() {
 #[test]
 fn lines_wrap_at_the_width_that_is_told_with_as_many_processes_as_there_may_be() {
     let schema = crate::support::schema();
-    let args = ["--ttl", "1", "--rounds", "2", "--workers", "8"];
+    let args = ["--ttl", "3", "--rounds", "2", "--workers", "8"];
     for columns in [80, 54] {
         let mut command = example("quickstart", &schema.url());
         let output = command.args(args).env("COLUMNS", columns.to_string()).output().expect("it runs");
@@ -160,7 +160,7 @@ fn a_verdict_has_its_colour_where_colours_are_wanted() {
         (vec![("CLICOLOR_FORCE", ""), ("NO_COLOR", "")], false),
     ] {
         let mut command = example("quickstart", &schema.url());
-        let output = command.args(["--ttl", "1", "--rounds", "2"]).envs(variables).output().expect("it runs");
+        let output = command.args(["--ttl", "3", "--rounds", "2"]).envs(variables).output().expect("it runs");
         let said = text(&output.stdout);
         assert_eq!((said.contains(good), said.contains('\x1b')), (coloured, coloured), "{said}");
     }
