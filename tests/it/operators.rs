@@ -296,16 +296,15 @@ fn looking_cleans_up_at_most_once_a_second() {
     let client = cleaning(&place);
     let key = place.key("a");
     let passes = || place.stored.one("SELECT count(*) FROM passes", &[]).get::<_, i64>(0);
-    let (start, mut looks) = (std::time::Instant::now(), 0);
+    let start = std::time::Instant::now();
     while passes() < 2 {
         place.stored.write(&key, &id("a"), -3_600_000, 7);
         assert!(!client.is_locked(&key).unwrap());
-        looks += 1;
         assert!(start.elapsed() < LIMIT);
     }
     let sql = "SELECT extract(epoch FROM max(at) - min(at))::float8 FROM passes";
     let apart: f64 = place.stored.one(sql, &[]).get(0);
-    assert!(looks > 5 && apart > 0.5, "{looks} looks, passes {apart} s apart");
+    assert!(apart > 0.5, "passes {apart} s apart");
 }
 
 #[test]
