@@ -18,7 +18,7 @@ pub(super) fn is_id_in_use(failure: &Failure) -> bool {
 /// answer: the lease is neither gone nor given.
 pub(super) fn swallowed() -> LockError {
     LockError::new(ErrorCode::Internal).with_message(
-        "the row was there and the server did not change it: something on the lock tables swallows changes, such as a trigger that returns NULL or OLD, a soft delete, suppress_redundant_updates_trigger, or a rule; remove it from them",
+        "the server did not change the rows as it was asked to: something on the lock tables swallows or rewrites changes, such as a trigger that returns NULL or OLD or writes another key or id, a soft delete, suppress_redundant_updates_trigger, or a rule; remove it from them",
     )
 }
 
