@@ -267,8 +267,8 @@ fn an_extend_whose_commit_was_slow_and_a_take_over_never_both_succeed() {
     for two in FORMS {
         let (key, holder) = (place.key(&format!("slow{two}")), id(&format!("holder{two}")));
         client.is_locked(&key).unwrap();
-        // Not even past its end yet.
-        place.stored.write(&key, &holder, 1_000, 7);
+        // Not even past its end yet when the server waits for nobody.
+        place.stored.write(&key, &holder, 4_000, 7);
         let ends = place.stored.row(&key).unwrap().expires_at_ms;
         server.configure("synchronous_standby_names", "nobody");
         let call = {

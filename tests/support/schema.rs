@@ -52,12 +52,16 @@ impl TestSchema {
 
 impl Drop for TestSchema {
     fn drop(&mut self) {
-        // Never panics, and never waits long: a test that failed may have left a lock behind, and a
-        // private server may be down. A throwaway server takes what is left with it.
+        // Never panics, and never waits long: a test that failed may have left a lock behind, or the name of
+        // a standby that is not there, and a private server may be down. A throwaway server takes what is
+        // left with it.
         let Ok(mut config) = self.server_url.parse::<Config>() else { return };
         config.connect_timeout(std::time::Duration::from_secs(2));
         if let Ok(mut client) = config.connect(NoTls) {
-            let sql = format!("SET lock_timeout = '2s'; DROP SCHEMA {} CASCADE", self.name);
+            let sql = format!(
+                "SET lock_timeout = '2s'; SET synchronous_commit TO local; DROP SCHEMA {} CASCADE",
+                self.name
+            );
             if let Err(error) = client.batch_execute(&sql) {
                 eprintln!("the schema {} stays behind: {error:?}", self.name);
             }
