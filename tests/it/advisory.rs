@@ -12,8 +12,8 @@ use crate::support::{LIMIT, server, unique, wait_until};
 use postgres::NoTls;
 use r2d2_postgres::PostgresConnectionManager;
 use syncguard::{
-    AdvisoryKey, AdvisoryLost, AdvisoryOptions, CancelToken, DEFAULT_MAX_HOLD, ErrorCode, LockError,
-    PgLockClient, ReleaseResult,
+    AdvisoryGuard, AdvisoryKey, AdvisoryLost, AdvisoryOptions, CancelToken, DEFAULT_MAX_HOLD, ErrorCode,
+    LockError, PgLockClient, ReleaseResult,
 };
 
 #[test]
@@ -88,18 +88,30 @@ fn a_connection_goes_back_unlocked_and_as_it_was() {
         (connection.query_one("SELECT pg_backend_pid()", &[]).unwrap().get::<_, i32>(0), timer)
     };
     let client = builder().build(pool.clone()).unwrap();
-    for how in [ReleaseResult::Released, ReleaseResult::NotHeld] {
-        let guard = client.try_advisory_lock(&key()).unwrap().unwrap();
-        assert_eq!(guard.pid(), pid, "the one connection");
-        match how {
-            ReleaseResult::Released => assert_eq!(guard.release().unwrap(), how),
-            ReleaseResult::NotHeld => drop(guard),
+    let elsewhere = named(&unique(), 1);
+    let pair = || AdvisoryKey::namespaced(&unique(), "k").unwrap();
+    for (key, how) in [(key(), "released"), (key(), "dropped"), (key(), "refused")]
+        .into_iter()
+        .chain(["released", "dropped", "refused"].map(|how| (pair(), how)))
+    {
+        let theirs = (how == "refused").then(|| taken(&elsewhere, key));
+        let guard = client.try_advisory_lock(&key).unwrap();
+        assert_eq!(
+            guard.as_ref().map(AdvisoryGuard::pid),
+            theirs.is_none().then_some(pid),
+            "the one connection"
+        );
+        match guard {
+            Some(guard) if how == "released" => {
+                assert_eq!(guard.release().unwrap(), ReleaseResult::Released);
+            }
+            other => drop(other),
         }
         let mut connection = pool.get().unwrap();
         let row = connection
             .query_one("SELECT pg_backend_pid(), current_setting('idle_session_timeout', true), (SELECT count(*) FROM pg_locks WHERE pid = pg_backend_pid() AND locktype = 'advisory')", &[])
             .unwrap();
-        assert_eq!((row.get(0), row.get(1), row.get(2)), (pid, timer.clone(), 0_i64));
+        assert_eq!((row.get(0), row.get(1), row.get(2)), (pid, timer.clone(), 0_i64), "{how}");
     }
 }
 
