@@ -169,3 +169,15 @@ fn one_whose_indexes_depend_on_a_collation_that_changed_is_refused() {
     // Who needs none of it is not kept from its work.
     PgLockClient::connect(&schema.url()).unwrap().lock("a").unwrap().release().unwrap();
 }
+
+#[test]
+fn a_view_in_its_place_is_refused() {
+    let schema = schema();
+    let client = builder().connect(&schema.url()).unwrap();
+    let sql =
+        "ALTER TABLE syncguard_members RENAME TO kept; CREATE VIEW syncguard_members AS SELECT * FROM kept";
+    schema.client().batch_execute(sql).unwrap();
+    let error = client.setup_schema().unwrap_err();
+    assert_eq!(error.code(), ErrorCode::InvalidArgument, "{error:?}");
+    assert!(error.to_string().contains("plain table"), "{error}");
+}
