@@ -400,7 +400,7 @@ fn a_trace_of_a_fenced_transaction_counts_as_a_lock_only_while_something_older_r
             assert!(!call.settle(&place.stored), "neither waits");
             assert_eq!(call.join(), Some(fence));
             assert_eq!(rival.was_fast(), fast, "{:?}, fence {fence}", rival.form);
-            drop(older);
+            older.into_iter().for_each(|mut older| older.batch_execute("COMMIT").unwrap());
             place.stored.remove(&key);
             transaction(&place, &SHARE.replace('$', &key)).batch_execute("COMMIT").unwrap();
         }
