@@ -382,12 +382,8 @@ fn a_trigger_that_swallows_one_row_is_an_error_for_the_whole_set() {
         if event == "UPDATE" {
             place.stored.write(&keys[1], &id("dead"), -5_000, 1);
         }
-        place.stored.run(&format!(
-            "CREATE OR REPLACE FUNCTION swallow() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN \
-               IF NEW.key = '{}' THEN {body}; END IF; RETURN NEW; END $$; \
-             CREATE TRIGGER swallow BEFORE {event} ON syncguard_locks FOR EACH ROW EXECUTE FUNCTION swallow()",
-            keys[1]
-        ));
+        let only = format!("WHEN (NEW.key = '{}')", keys[1]);
+        place.stored.put_in_the_way(&format!("{event} ON syncguard_locks"), &only, body);
         let counters = || keys.iter().map(|key| place.stored.counter(key)).collect::<Vec<_>>();
         let before = counters();
         for two in FORMS {
@@ -396,7 +392,7 @@ fn a_trigger_that_swallows_one_row_is_an_error_for_the_whole_set() {
             assert_eq!(counters(), before, "no fence is burnt");
             assert!(place.stored.row(&keys[0]).is_none() && place.stored.row(&keys[2]).is_none());
         }
-        place.stored.run("DROP TRIGGER swallow ON syncguard_locks");
+        place.stored.run("DROP TRIGGER in_the_way ON syncguard_locks");
     }
 }
 
@@ -450,12 +446,8 @@ fn a_release_of_several_judges_each_by_its_own_row() {
         // What is kept is not called released because another is.
         place.stored.write(&live.0, &live.1, 60_000, 1);
         place.stored.write(&kept.0, &kept.1, 60_000, 1);
-        place.stored.run(&format!(
-            "CREATE OR REPLACE FUNCTION in_the_way() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RETURN NULL; END $$; \
-             CREATE TRIGGER in_the_way BEFORE DELETE ON syncguard_locks FOR EACH ROW \
-             WHEN (OLD.lock_id = '{}') EXECUTE FUNCTION in_the_way()",
-            kept.1
-        ));
+        let only = format!("WHEN (OLD.lock_id = '{}')", kept.1);
+        place.stored.put_in_the_way("DELETE ON syncguard_locks", &only, "RETURN NULL");
         let error = client.release_all(&[&live.1, &kept.1], deadline).unwrap_err();
         assert!(error.code() == ErrorCode::Internal && error.to_string().contains("trigger"), "{error:?}");
         assert_eq!(place.stored.row(&kept.0).unwrap().lock_id, kept.1);

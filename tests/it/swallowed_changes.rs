@@ -21,10 +21,7 @@ const COUNTERS: &str = "syncguard_fence_counters";
 impl Trigger<'_> {
     /// A function of somebody's own, called for each row before it is changed.
     fn new<'a>(place: &'a Place, table: &'static str, event: &str, body: &str) -> Trigger<'a> {
-        place.stored.run(&format!(
-            "CREATE OR REPLACE FUNCTION in_the_way() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN {body}; END $$; \
-             CREATE TRIGGER in_the_way BEFORE {event} ON {table} FOR EACH ROW EXECUTE FUNCTION in_the_way()"
-        ));
+        place.stored.put_in_the_way(&format!("{event} ON {table}"), "", body);
         Trigger { place, table }
     }
 }

@@ -44,6 +44,16 @@ impl Stored {
         self.client().batch_execute(sql).unwrap_or_else(|error| panic!("{sql}: {error:?}"));
     }
 
+    /// A trigger of somebody's own before these changes (`DELETE ON syncguard_locks`), under this condition (`WHEN (…)`) or
+    /// none: what it does with each row.
+    #[track_caller]
+    pub fn put_in_the_way(&self, changes: &str, condition: &str, body: &str) {
+        self.run(&format!(
+            "CREATE OR REPLACE FUNCTION in_the_way() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN {body}; END $$; \
+             CREATE TRIGGER in_the_way BEFORE {changes} FOR EACH ROW {condition} EXECUTE FUNCTION in_the_way()"
+        ));
+    }
+
     /// The one row that this query answers.
     #[track_caller]
     pub fn one(&self, sql: &str, parameters: &[&(dyn ToSql + Sync)]) -> Row {

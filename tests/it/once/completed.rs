@@ -187,11 +187,7 @@ fn a_transaction_whose_mark_a_trigger_puts_back_cannot_commit() {
         let (place, mut connection) = with_effects();
         let name = place.key("job");
         assert_eq!(run_job(&place.client, &name, Slot::number(1)).unwrap(), RunOnce::Done("made"));
-        place.stored.run(&format!(
-            "CREATE FUNCTION in_the_way() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN {body}; END $$; \
-             CREATE TRIGGER in_the_way BEFORE UPDATE ON syncguard_fence_counters FOR EACH ROW \
-             WHEN (NEW.fence_key LIKE '%number') EXECUTE FUNCTION in_the_way()"
-        ));
+        of_marks_in_the_way(&place, body);
         let ran = place.client.run_once(&name, Slot::number(7), &LockOptions::new(), |run| {
             let mut transaction = connection.transaction().unwrap();
             let refused = run.complete_in(&mut transaction).is_err();

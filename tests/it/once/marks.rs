@@ -71,10 +71,7 @@ fn a_finish_of_which_a_trigger_swallows_a_part_changes_nothing() {
         let (job, mine) = (place.key("job"), generate_lock_id().unwrap());
         assert_eq!(run_job(&place.client, &job, Slot::number(1)).unwrap(), RunOnce::Done("made"));
         let fence = begin(&place, &job, &mine);
-        place.stored.run(&format!(
-            "CREATE FUNCTION in_the_way() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN {body}; END $$; \
-             CREATE TRIGGER in_the_way BEFORE {event} ON {table} FOR EACH ROW EXECUTE FUNCTION in_the_way()"
-        ));
+        place.stored.put_in_the_way(&format!("{event} ON {table}"), "", body);
         let error = ended(&place, &job, &mine, fence, MarkStep::Finish).unwrap_err();
         assert_eq!((error.code(), error.is_outcome_unknown()), (ErrorCode::Internal, false), "{error:?}");
         assert_eq!(mark(&place, &job, "number"), Some(1), "{table}: {body}");

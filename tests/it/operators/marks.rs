@@ -132,10 +132,7 @@ fn a_mark_that_something_keeps_from_being_reset_is_an_error() {
     let place = place();
     let name = place.key("job");
     assert_eq!(run(&place.client, &name, Slot::number(1)), RunOnce::Done(0));
-    place.stored.run(
-        "CREATE FUNCTION swallow() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RETURN NULL; END $$; \
-         CREATE TRIGGER t BEFORE UPDATE ON syncguard_fence_counters FOR EACH ROW EXECUTE FUNCTION swallow()",
-    );
+    place.stored.put_in_the_way("UPDATE ON syncguard_fence_counters", "", "RETURN NULL");
     let error = place.client.operator().reset_mark(&name, SlotKind::Number, "a test").unwrap_err();
     assert!(error.code() == ErrorCode::Internal && error.to_string().contains("trigger"), "{error:?}");
     assert_eq!(place.stored.counter(&format!("{name}\u{2126}number")), Some(1));
